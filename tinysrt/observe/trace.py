@@ -1,11 +1,70 @@
 """The trace recorder: typed events of one run, from every process, in one format.
 
-(The full text is being written; this is the interface every component uses.)
+    main process    Recorder("tokenizer", dir)    ─▶ dir/tokenizer-<pid>.jsonl    ┐
+    scheduler       Recorder("scheduler", dir)    ─▶ dir/scheduler-<pid>.jsonl    ├─▶ merge.py ─▶ run.jsonl
+    detokenizer     Recorder("detokenizer", dir)  ─▶ dir/detokenizer-<pid>.jsonl  ┘
+
+A recorder is made once per process and passed to whatever records; nothing is global. Off is the default and costs
+one attribute test, because every call site reads
+
+    if trace.on:
+        trace.event("queued", rid=req.rid, waiting=len(queue))
+
+**The format** (version 1). A file is JSON lines. The first is a header,
+
+    {"trace": 1, "process": "scheduler", "pid": 4711, "t": 81234567890, "unix": 1767225600.0}
+
+and each further line one event: `t` (time.monotonic_ns: one clock for all processes of a machine), `p` (process), `e` (name),
+`rid` where the event belongs to one request, then the fields that `EVENTS` names. Readers must ignore fields they
+do not know; a field's meaning never changes within a version.
+
+Invariant: an event is encoded when it happens, so what it shows cannot change afterwards, whatever the caller does to
+its lists. Lines reach the file at most `FLUSH_SECONDS` later, also when the process falls idle, and at `close`.
+
+SGLang's tracing exports OpenTelemetry spans instead (`--enable-trace`); here a run is a file that a person can read.
+Next: `merge.py` joins the files of a run, `render.py` and `perfetto.py` show it.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import time
+from pathlib import Path
 from typing import Any
+
+import orjson
+
+TRACE_VERSION = 1
+FLUSH_SECONDS = 0.2
+FLUSH_LINES = 512  # flush at once when so many wait: bounds memory under load
+
+# Every event name, in the order one request meets them: who records it, and which fields it carries.
+EVENTS: dict[str, str] = {
+    "request_received": "tokenizer: a request came through a door. stream",
+    "tokenized": "tokenizer: text is ids now. prompt_tokens",
+    "sent": "tokenizer: TokenizedGenerateReqInput left for the scheduler.",
+    "queued": "scheduler: the Req is in waiting_queue. waiting (queue length), prompt_tokens",
+    "matched": "scheduler: the prefix cache was asked. cached (tokens it holds), prompt_tokens",
+    "admitted": "scheduler: PrefillAdder took it. row, cached, extend (tokens to compute this time)",
+    "chunked": "scheduler: only part of the prompt fits this step; it holds the chunked seat. done, total",
+    "step": (
+        "scheduler: the seats once get_next_batch_to_run has decided. step, mode (extend|decode|mixed|idle); "
+        "waiting, new, running, cur, last (lists of rids), chunked (rid or null); "
+        "free, evictable, protected (tokens)"
+    ),
+    "forward_launched": "scheduler: the batch went to the worker. step, mode, batch_size, tokens",
+    "forward_done": "scheduler: its result is on the host. step",
+    "sampled": "scheduler: the model runner drew the next tokens. step, batch_size",
+    "appended": "scheduler: the request's output grew. ids",
+    "merged": "scheduler: last_batch's requests joined running_batch. rids",
+    "retracted": "scheduler: pushed back into the queue, its KV given up. output_tokens",
+    "finished": "scheduler: the end was seen. reason, completion_tokens",
+    "aborted": "scheduler: ended before its time. message",
+    "detokenized": "detokenizer: ids became text. text, tokens, finished",
+    "text_sent": "tokenizer: news was handed to the door. chars, finished",
+}
 
 
 class Recorder:
@@ -14,9 +73,64 @@ class Recorder:
     def __init__(self, process: str, directory: str | None = None):
         self.process = process
         self.on = directory is not None
+        if directory is None:
+            return
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self.path = Path(directory) / f"{process}-{os.getpid()}.jsonl"
+        self._file = open(self.path, "ab")  # noqa: SIM115  closed in close()
+        # A forward thread may record beside the scheduler's own, and the flusher empties what both fill.
+        self._lock = threading.Lock()
+        self._lines: list[bytes] = []
+        self._closed = threading.Event()
+        header = {"trace": TRACE_VERSION, "process": process, "pid": os.getpid()}
+        self._add(header | {"t": time.monotonic_ns(), "unix": time.time()})
+        # Without this thread the last events before an idle wait would stay in memory until the next request.
+        threading.Thread(target=self._flush_regularly, name="trace-flush", daemon=True).start()
+        atexit.register(self.close)
 
     def event(self, name: str, rid: str | None = None, **fields: Any) -> None:
-        raise NotImplementedError
+        """Record `name` now. Fields are JSON values, or numpy scalars and arrays."""
+        if not self.on:
+            return
+        record: dict[str, Any] = {"t": time.monotonic_ns(), "p": self.process, "e": name}
+        if rid is not None:
+            record["rid"] = rid
+        record.update(fields)
+        self._add(record)
+
+    def flush(self) -> None:
+        """Write what is waiting. Whole lines only: a reader of a live file sees at most one cut line, the last."""
+        if not self.on:
+            return
+        with self._lock:
+            self._write()
 
     def close(self) -> None:
-        pass
+        """Write the rest; further events are ignored. May be called twice (atexit calls it too)."""
+        if not self.on:
+            return
+        self._closed.set()
+        with self._lock:
+            self.on = False
+            self._write()
+            self._file.close()
+        atexit.unregister(self.close)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        with self._lock:
+            if not self.on:  # closed between the caller's test and here
+                return
+            self._lines.append(line)
+            if len(self._lines) >= FLUSH_LINES:
+                self._write()
+
+    def _write(self) -> None:
+        if self._lines:
+            self._file.write(b"".join(self._lines))
+            self._file.flush()
+            self._lines.clear()
+
+    def _flush_regularly(self) -> None:
+        while not self._closed.wait(FLUSH_SECONDS):
+            self.flush()
