@@ -14,9 +14,9 @@ one attribute test, because every call site reads
 
     {"trace": 1, "process": "scheduler", "pid": 4711, "t": 81234567890, "unix": 1767225600.0}
 
-and each further line one event: `t` (time.monotonic_ns: one clock for all processes of a machine), `p` (process), `e` (name),
-`rid` where the event belongs to one request, then the fields that `EVENTS` names. Readers must ignore fields they
-do not know; a field's meaning never changes within a version.
+and each further line one event: `t` (time.monotonic_ns: one clock for all processes of a machine), `p` (process),
+`e` (name), `rid` where the event belongs to one request, then the fields that `EVENTS` names. Readers must ignore
+fields they do not know; a field's meaning never changes within a version.
 
 Invariant: an event is encoded when it happens, so what it shows cannot change afterwards, whatever the caller does to
 its lists. Lines reach the file at most `FLUSH_SECONDS` later, also when the process falls idle, and at `close`.
