@@ -1,0 +1,72 @@
+"""A lab's executed notebook as a Markdown page.
+
+Cells become Markdown and go through MkDocs like any page: links are rewritten and checked, headings get ids, `{{ code:… }}`
+and diagrams work, nothing is fetched from elsewhere. (mkdocs-jupyter renders beside MkDocs: its cells escape the strict
+check, bring scripts from other hosts, and weigh 650 kB a page.)
+
+Invariant: a notebook that failed, or was never run, or shows something this file cannot render, stops the build.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class NotebookError(Exception):
+    pass
+
+
+@dataclass
+class LabPage:
+    markdown: str
+    images: dict[str, bytes] = field(default_factory=dict)  # file name -> content, beside the page
+
+
+def render(notebook: Path) -> LabPage:
+    page = LabPage("")
+    parts: list[str] = []
+    for number, cell in enumerate(orjson.loads(notebook.read_bytes())["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+        elif cell["cell_type"] == "code" and source.strip():
+            if cell["execution_count"] is None:
+                raise NotebookError(f"{notebook.name}: cell {number} was never run.")
+            parts.append(_fence(source, "python"))
+            parts += [_output(output, f"{notebook.stem}-{number}", notebook, page) for output in cell["outputs"]]
+    page.markdown = "\n\n".join(parts) + "\n"
+    return page
+
+
+def _output(output: dict[str, Any], name: str, notebook: Path, page: LabPage) -> str:
+    if output["output_type"] == "error":
+        raise NotebookError(f"{notebook.name}: a cell failed: {output['ename']}: {output['evalue']}")
+    if output["output_type"] == "stream":
+        return _fence("".join(output["text"]), "text", "output")
+    data = output["data"]
+    if "text/markdown" in data:
+        return "".join(data["text/markdown"])
+    for kind, suffix in (("image/svg+xml", "svg"), ("image/png", "png")):
+        if kind in data:
+            content = "".join(data[kind])
+            file = f"{name}-{len(page.images)}.{suffix}"
+            page.images[file] = content.encode() if suffix == "svg" else base64.b64decode(content)
+            return f"![Output of the cell above]({file})"
+    if "text/plain" in data:
+        return _fence("".join(data["text/plain"]), "text", "output")
+    raise NotebookError(f"{notebook.name}: an output of kind {', '.join(data)} cannot be rendered.")
+
+
+def _fence(text: str, language: str, css_class: str | None = None) -> str:
+    text = _ANSI.sub("", text).rstrip()
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    head = f"{{ .{language} .{css_class} }}" if css_class else language
+    return f"{ticks} {head}\n{text}\n{ticks}"

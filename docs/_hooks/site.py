@@ -1,0 +1,133 @@
+"""What MkDocs calls: pages from code, code in pages, and the order of the course.
+
+In a page one may write
+
+    {{ code:tinysrt.managers.scheduler.Scheduler.run_batch }}               the symbol's source, numbered, with a link
+    {{ code:NAME | from="some text" to="other text" }}                      only the lines from … to … inside it
+    {{ src:NAME }}   {{ src:NAME | text="the run" }}                        a link to its line
+    {{ diagram:journey }}                                                   diagrams/journey.mmd, drawn
+
+`code` and `diagram` stand on a line of their own (they may be indented); a name between backticks is left alone. NAME is
+dotted, see symbols.py. Links are written as page + `#L35`, so MkDocs rewrites and checks them like any other.
+
+Invariant: whatever a page binds to exists, or the build stops and says what it may have meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+from notebooks import NotebookError
+from notebooks import render as render_notebook
+from sources import page_uri
+from sources import pages as source_pages
+from symbols import SymbolIndex, UnknownName
+
+_MACRO = re.compile(r"(?P<indent>^[ \t]*)?(?<!`)\{\{ *(?P<kind>code|src|diagram):(?P<body>[^{}]*?) *\}\}(?!`)", re.M)
+_OPTION = re.compile(r'(\w+)="([^"]*)"')
+_VENDORED_MERMAID = "assets/vendor/mermaid/mermaid.min.js"
+
+def _root(config: MkDocsConfig) -> Path:
+    return Path(config.docs_dir).parent
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.extra["symbols"] = SymbolIndex(_root(config))  # anew for every build of `mkdocs serve`
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for uri, markdown in source_pages(config.extra["symbols"]):
+        level = InclusionLevel.INCLUDED if uri == "source/index.md" else InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, uri, content=markdown, inclusion=level))
+    for notebook in sorted((_root(config) / "labs").glob("*.ipynb")):
+        try:
+            lab = render_notebook(notebook)
+        except NotebookError as exc:
+            raise PluginError(str(exc)) from exc
+        files.append(File.generated(config, f"labs/{notebook.stem}.md", content=lab.markdown))
+        files.append(File.generated(config, f"labs/{notebook.name}", abs_src_path=str(notebook)))
+        source = notebook.with_suffix(".py")
+        files.append(File.generated(config, f"labs/{source.name}", abs_src_path=str(source)))
+        for name, content in lab.images.items():
+            files.append(File.generated(config, f"labs/{name}", content=content))
+    config.nav = _navigation(files)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+    if uri.startswith("source/"):
+        return markdown
+
+    def replace(match: re.Match[str]) -> str:
+        try:
+            return _expand(match, uri, config.extra["symbols"], _root(config))
+        except UnknownName as exc:
+            line = markdown.count("\n", 0, match.start()) + 1
+            raise PluginError(f"{uri}, line {line}: {match.group().strip()}: {exc}") from exc
+
+    return _MACRO.sub(replace, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    # Material draws <pre class="mermaid"> with window.mermaid if it is there, and fetches it from another host if not.
+    if 'class="mermaid"' in html:
+        page.meta["mermaid"] = posixpath.relpath(_VENDORED_MERMAID, page.url or ".")
+    return html
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    if "mermaid" in page.meta:
+        output = output.replace("</head>", f'<script src="{page.meta["mermaid"]}"></script></head>', 1)
+    return output
+
+
+def _expand(match: re.Match[str], uri: str, index: SymbolIndex, root: Path) -> str:
+    name, _, rest = match["body"].partition("|")
+    name, options, indent = name.strip(), dict(_OPTION.findall(rest)), match["indent"] or ""
+    if _OPTION.sub("", rest).strip() or options.keys() - {"from", "to", "text"}:
+        raise UnknownName(f"{rest.strip()!r} is no option; there are from=\"…\", to=\"…\" (code) and text=\"…\" (src).")
+    if match["kind"] == "diagram":
+        return _block(f"```mermaid\n{_diagram(name, root)}\n```", indent)
+    symbol = index.find(name)
+    page = posixpath.relpath(page_uri(symbol.path), posixpath.dirname(uri) or ".")
+    if match["kind"] == "src":
+        return f"{indent}[{options.get('text') or f'`{symbol.short}`'}]({page}#L{symbol.first})"
+    text, first = index.source(symbol, options.get("from"), options.get("to"))
+    last = first + text.count("\n")
+    head = f"[`{symbol.path}`, lines {first}–{last}]({page}#L{first}){{ .code-link }}"
+    return _block(f'{head}\n\n```python linenums="{first}"\n{text}\n```', indent)
+
+
+def _block(text: str, indent: str) -> str:
+    return "\n".join(indent + line if line else line for line in text.split("\n"))
+
+
+def _diagram(name: str, root: Path) -> str:
+    file = root / "diagrams" / f"{name}.mmd"
+    if not file.is_file():
+        known = sorted(path.stem for path in file.parent.glob("*.mmd"))
+        hints = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+        raise UnknownName(f"no diagrams/{name}.mmd; did you mean {', '.join(hints)}?")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _navigation(files: Files) -> list[Any]:
+    """Pages in the order of the course; chapters and labs by their number, whatever exists."""
+    uris = sorted(file.src_uri for file in files.documentation_pages() if file.inclusion.is_in_nav())
+    front = [uri for uri in ("index.md", "how-to-read.md") if uri in uris]
+    chapters = [uri for uri in uris if uri.startswith("chapters/")]
+    labs = [uri for uri in uris if uri.startswith("labs/")]
+    source = [{"Source": "source/index.md"}]
+    reference = [uri for uri in uris if uri not in {*front, *chapters, *labs, "source/index.md"}]
+    sections = {"Course": chapters, "Labs": labs, "Reference": reference + source}
+    return [{"Start": front}] + [{title: pages} for title, pages in sections.items() if pages]
