@@ -27,6 +27,7 @@ import os
 import random
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,16 +269,7 @@ class ServerArgs:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ServerArgs:
         """From keywords: field names or any flag's other spelling (`tp_size`, `model`), checked for type."""
-        names = keyword_names()
-        values: dict[str, Any] = {}
-        for keyword, value in kwargs.items():
-            name = names.get(keyword)
-            if name is None:
-                raise StartupError(f"unknown argument {keyword!r}{did_you_mean(keyword, list(names))}")
-            if name in values:
-                raise StartupError(f"{name} is given twice, the second time as {keyword!r}")
-            values[name] = _typed(name, value)
-        return cls(**values)
+        return cls(**keyword_values(kwargs))
 
     def resolve(self) -> ServerArgs:
         """Refuse what cannot be, then give every "auto" its value. `model_path` must be known by now."""
@@ -341,14 +333,14 @@ class ServerArgs:
                 continue
             if flag.choices and value not in flag.choices:
                 raise StartupError(f"{option} {value!r} is not one of {', '.join(flag.choices)}")
-            if flag.low is not None and value < flag.low:
+            if flag.low is not None and not value >= flag.low:
                 raise StartupError(f"{option} must be at least {flag.low}, not {value}")
         if self.port > 65535:
             raise StartupError(f"--port must be at most 65535, not {self.port}")
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise StartupError(f"--mem-fraction-static must be between 0 and 1, not {self.mem_fraction_static}")
         for name in ("schedule_conservativeness", "watchdog_timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # not "<= 0": that would let nan through
                 raise StartupError(f"--{name.replace('_', '-')} must be above 0, not {getattr(self, name)}")
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk > 0 and chunk % self.page_size:
@@ -389,6 +381,20 @@ def keyword_names() -> dict[str, str]:
     return {
         spelling.replace("-", "_"): name for name, flag in flags().items() for spelling in flag.spellings(name)
     }
+
+
+def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Field name → value, from keywords in any spelling; an unknown, doubled or ill-typed one is a StartupError."""
+    names = keyword_names()
+    values: dict[str, Any] = {}
+    for keyword, value in keywords.items():
+        name = names.get(keyword)
+        if name is None:
+            raise StartupError(f"unknown argument {keyword!r}{did_you_mean(keyword, list(names))}")
+        if name in values:
+            raise StartupError(f"{name} is given twice, the second time as {keyword!r}")
+        values[name] = _typed(name, value)
+    return values
 
 
 def parse_human_int(text: str) -> int:
