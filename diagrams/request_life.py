@@ -1,4 +1,6 @@
-"""Draw the life of a request from the scheduler's own table: `python diagrams/request_life.py > diagrams/request-life.mmd`.
+"""Draw the life of a request from the scheduler's own table.
+
+    python diagrams/request_life.py > diagrams/request-life.mmd
 
 The picture is committed beside this file; tests/docs/test_diagrams.py fails when it is not what this prints.
 """

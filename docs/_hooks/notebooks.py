@@ -1,8 +1,8 @@
 """A lab's executed notebook as a Markdown page.
 
-Cells become Markdown and go through MkDocs like any page: links are rewritten and checked, headings get ids, `{{ code:… }}`
-and diagrams work, nothing is fetched from elsewhere. (mkdocs-jupyter renders beside MkDocs: its cells escape the strict
-check, bring scripts from other hosts, and weigh 650 kB a page.)
+Cells become Markdown and go through MkDocs like any page: links are rewritten and checked, headings get ids,
+`{{ code:… }}` and diagrams work, nothing is fetched from elsewhere. (mkdocs-jupyter renders beside MkDocs: its cells
+escape the strict check, bring scripts from other hosts, and weigh 650 kB a page.)
 
 Invariant: a notebook that failed, or was never run, or shows something this file cannot render, stops the build.
 """

@@ -7,8 +7,8 @@ In a page one may write
     {{ src:NAME }}   {{ src:NAME | text="the run" }}                        a link to its line
     {{ diagram:journey }}                                                   diagrams/journey.mmd, drawn
 
-`code` and `diagram` stand on a line of their own (they may be indented); a name between backticks is left alone. NAME is
-dotted, see symbols.py. Links are written as page + `#L35`, so MkDocs rewrites and checks them like any other.
+`code` and `diagram` stand on a line of their own (they may be indented); a macro between backticks is left alone.
+NAME is dotted, see symbols.py. Links are written as page + `#L35`, so MkDocs rewrites and checks them like any other.
 
 Invariant: whatever a page binds to exists, or the build stops and says what it may have meant.
 """
@@ -34,6 +34,7 @@ from symbols import SymbolIndex, UnknownName
 _MACRO = re.compile(r"(?P<indent>^[ \t]*)?(?<!`)\{\{ *(?P<kind>code|src|diagram):(?P<body>[^{}]*?) *\}\}(?!`)", re.M)
 _OPTION = re.compile(r'(\w+)="([^"]*)"')
 _VENDORED_MERMAID = "assets/vendor/mermaid/mermaid.min.js"
+
 
 def _root(config: MkDocsConfig) -> Path:
     return Path(config.docs_dir).parent
@@ -95,7 +96,7 @@ def _expand(match: re.Match[str], uri: str, index: SymbolIndex, root: Path) -> s
     name, _, rest = match["body"].partition("|")
     name, options, indent = name.strip(), dict(_OPTION.findall(rest)), match["indent"] or ""
     if _OPTION.sub("", rest).strip() or options.keys() - {"from", "to", "text"}:
-        raise UnknownName(f"{rest.strip()!r} is no option; there are from=\"…\", to=\"…\" (code) and text=\"…\" (src).")
+        raise UnknownName(f'{rest.strip()!r} is no option; there are from="…", to="…" (code) and text="…" (src).')
     if match["kind"] == "diagram":
         return _block(f"```mermaid\n{_diagram(name, root)}\n```", indent)
     symbol = index.find(name)

@@ -1,4 +1,4 @@
-"""Every file of the package as a page, with an anchor on each line (`#L35`), and an index that quotes each file's idea."""
+"""Every file of the package as a page, with an anchor on each line (`#L35`), and an index that quotes their ideas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pages(index: SymbolIndex) -> Iterator[tuple[str, str]]:
 def _page(path: str, lines: list[str]) -> str:
     formatted = highlight("\n".join(lines), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n")
     numbered = "\n".join(
-        f'<span class="line" id="L{number}"><a class="ln" href="#L{number}" aria-label="line {number}"></a>{text}</span>'
+        f'<span class="line" id="L{number}"><a class="ln" href="#L{number}" aria-label="{number}"></a>{text}</span>'
         for number, text in enumerate(formatted[: len(lines)], 1)
     )
     depth = page_uri(path).count("/") - 1

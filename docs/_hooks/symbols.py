@@ -1,8 +1,8 @@
 """Where every name of the package stands: the index that binds the pages to the code.
 
-`ast` reads the files, nothing is imported, so the site builds without torch. Indexed are modules, classes, functions, methods,
-constants and dataclass fields, and attributes that `__init__` sets. A dotted name maps to a file and a range of lines, decorators
-included.
+`ast` reads the files, nothing is imported, so the site builds without torch. Indexed are modules, classes, functions,
+methods, constants, dataclass fields, and attributes that `__init__` sets. A dotted name maps to a file and a range of
+lines, decorators included.
 
 Invariant: a name that a page uses and that is not here stops the build, with the names that come closest.
 """
@@ -60,7 +60,7 @@ class SymbolIndex:
         raise UnknownName(f"no {name!r} in the code" + (f"; did you mean {', '.join(hints)}?" if hints else "."))
 
     def source(self, symbol: Symbol, start: str | None = None, stop: str | None = None) -> tuple[str, int]:
-        """The symbol's text, dedented, and its first line number; cut to the lines from `start` to `stop`, both shown."""
+        """The text, dedented, and its first line number; cut from the line with `start` to that with `stop`."""
         lines = self.lines[symbol.path][symbol.first - 1 : symbol.last]
         begin, end = 0, len(lines)
         if start is not None:
@@ -101,7 +101,11 @@ def _attributes(init: Definition, prefix: str) -> Iterator[tuple[str, ast.stmt]]
     for child in ast.walk(init):
         if isinstance(child, ast.Assign | ast.AnnAssign):
             for target in child.targets if isinstance(child, ast.Assign) else [child.target]:
-                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                if (
+                    isinstance(target, ast.Attribute)
+                    and isinstance(target.value, ast.Name)
+                    and target.value.id == "self"
+                ):
                     yield f"{prefix}.{target.attr}", child
 
 
