@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator
 
 from pygments import highlight
@@ -65,10 +66,15 @@ def _index(index: SymbolIndex) -> str:
             continue
         out.append(f"\n## {title}\n\n| file | idea |\n|---|---|")
         for path in paths:
-            first = index.docstrings[path].split("\n\n")[0].replace("\n", " ")
-            idea = html.escape(first).replace("|", "&#124;").replace("{{", "&#123;{")
+            idea = _inline(index.docstrings[path].split("\n\n")[0].replace("\n", " "))
             out.append(f"| [`{path.removeprefix('tinysrt/')}`]({page_uri(path).removeprefix('source/')}) | {idea} |")
     return "\n".join(out) + "\n"
+
+
+def _inline(text: str) -> str:
+    """A docstring's sentence inside a table cell: what looks like HTML is shown, code spans escape themselves."""
+    spans = re.split(r"(`[^`]*`)", text.replace("|", "\\|"))
+    return "".join(span if span.startswith("`") else html.escape(span, quote=False) for span in spans)
 
 
 def _group(folder: str) -> str:
