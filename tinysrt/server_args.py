@@ -25,10 +25,12 @@ import difflib
 import functools
 import os
 import random
+import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from tinysrt.errors import StartupError
@@ -399,13 +401,15 @@ def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_human_int(text: str) -> int:
     """'8k' → 8000, '4Ki' → 4096, '1.5M' → 1500000; case matters, and nothing is rounded."""
-    unit = next((unit for unit in sorted(HUMAN_UNITS, key=len, reverse=True) if text.endswith(unit)), "")
+    unit = next((unit for unit in sorted(HUMAN_UNITS, key=len, reverse=True) if text.endswith(unit)), None)
+    if unit is None:
+        return int(text)
     number = text.removesuffix(unit)
-    scale = HUMAN_UNITS.get(unit, 1)
-    value = float(number) * scale if unit and "." in number else int(number) * scale
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(value)
+    if re.fullmatch(r"\d+(\.\d+)?", number):
+        value = Decimal(number) * HUMAN_UNITS[unit]  # decimal: 4.1k is 4100 exactly
+        if value == int(value):
+            return int(value)
+    raise ValueError(f"{text!r} is not a whole number")
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
@@ -413,15 +417,19 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+# Where a container's memory limit stands: cgroup v2, then v1.
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 def available_memory() -> int:
     """Bytes of main memory that this process may still use: what the kernel has left, or the container's limit."""
     import psutil
 
     available = psutil.virtual_memory().available
-    for folder, limit_file, used_file, cached_name in (  # cgroup v2, then v1
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
+    for folder, limit_file, used_file, cached_name in _CGROUPS:
         try:
             limit = int(_read(f"{folder}/{limit_file}"))
             used = int(_read(f"{folder}/{used_file}"))
