@@ -135,15 +135,15 @@ def _run() -> list[dict]:
     def event(t: int, p: str, e: str, **fields: object) -> dict:
         return {"t": t * 1000, "p": p, "e": e, **fields}
 
-    seats = {"waiting": [], "new": ["a"], "running": [], "cur": ["a"], "last": [], "chunked": None, "free": 9}
+    seats = {"waiting_queue": [], "new_batch": ["a"], "running_batch": [], "cur_batch": ["a"], "chunked_req": None}
     return [
         event(0, "tokenizer", "request_received", rid="a", stream=True),
         event(1, "tokenizer", "tokenized", rid="a", prompt_tokens=4),
         event(2, "tokenizer", "sent", rid="a"),
         event(3, "scheduler", "queued", rid="a", waiting=0, prompt_tokens=4),
         event(4, "scheduler", "admitted", rid="a", cached=0, extend=4),
-        event(5, "scheduler", "step", step=1, mode="extend", **seats),
-        event(6, "scheduler", "forward_launched", step=1, mode="extend", tokens=4),
+        event(5, "scheduler", "step", step=1, mode="EXTEND", free_tokens=9, evictable_tokens=0, **seats),
+        event(6, "scheduler", "forward_launched", step=1, mode="EXTEND", rids=["a"], tokens=4),
         event(16, "scheduler", "forward_done", step=1),
         event(17, "scheduler", "appended", rid="a", ids=[7]),
         event(18, "scheduler", "retracted", rid="a"),
@@ -163,7 +163,10 @@ def test_perfetto_spans_are_balanced_and_tell_the_phases(tmp_path: Path) -> None
     assert begun == ended == ["tokenize", "to scheduler", *waits, *waits, "deliver"]
     (forward,) = (entry for entry in trace if entry["ph"] == "X")
     assert forward["ts"] == 6 and forward["dur"] == 10
-    assert [entry["args"] for entry in trace if entry["ph"] == "C"] == [{"waiting": 0, "running": 0}, {"free": 9}]
+    assert [entry["args"] for entry in trace if entry["ph"] == "C"] == [
+        {"waiting_queue": 0, "running_batch": 0},
+        {"free_tokens": 9, "evictable_tokens": 0},
+    ]
     export_perfetto(_run(), tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"] == trace
 
@@ -183,33 +186,41 @@ def test_a_life_is_rendered_line_by_line() -> None:
     text = _text(render_request(_run(), "a"))
     assert "request a" in text and "prompt_tokens=4" in text
     lines = [line for line in text.splitlines() if "scheduler" in line]
-    assert [line.split()[3] for line in lines][:3] == ["queued", "admitted", "appended"]
+    assert [line.split()[3] for line in lines][:5] == [
+        "queued",
+        "admitted",
+        "forward_launched",
+        "forward_done",
+        "appended",
+    ]
     assert "text='hi'" in text
 
 
 def test_seats_are_rendered_with_short_names() -> None:
     row = _text(render_seats(_run())).splitlines()[-1].split()
-    assert row == ["1", "extend", "·", "0", "·", "0", "·", "·", "9"]
+    assert row == ["1", "EXTEND", "·", "0", "·", "0", "·", "9", "0"]
     assert rids(_run()) == ["a"]
 
 
-def _recorded_names() -> dict[str, str]:
-    """event name -> a file that records it, over the whole package."""
-    names: dict[str, str] = {}
+def _recorded() -> list[tuple[str, str, ast.Call]]:
+    """(event name, file, call) of every `….event("name", …)` in the package."""
+    found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr == "event"
-                and node.args
-                and isinstance(node.args[0], ast.Constant)
-                and isinstance(node.args[0].value, str)
-            ):
-                names[node.args[0].value] = file.name
-    return names
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+                name = node.args[0] if node.args else None
+                if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                    found.append((name.value, file.name, node))
+    return found
 
 
-def test_every_event_that_the_package_records_is_documented_and_recorded_somewhere() -> None:
-    recorded = _recorded_names()
-    assert set(recorded) == set(EVENTS)
+def test_every_event_is_documented_with_the_fields_that_the_code_records() -> None:
+    for name, file, call in _recorded():
+        assert name in EVENTS, f"{file}, line {call.lineno}: {name!r} is not in trace.EVENTS"
+        fields = {keyword.arg for keyword in call.keywords if keyword.arg} - {"rid"}
+        assert fields <= set(EVENTS[name].fields), f"{file}, line {call.lineno}: {name} records {sorted(fields)}"
+
+
+def test_every_documented_event_is_recorded_somewhere() -> None:
+    # `end` in batch_result_processor.py chooses between these two by a variable.
+    assert {name for name, _, _ in _recorded()} | {"finished", "aborted"} == set(EVENTS)

@@ -3,7 +3,7 @@
 What becomes what:
 
     each process                 a process row, its own events as instants
-    forward_launched … _done     a slice on the scheduler's "forward" thread
+    forward_launched … _done     a slice in the scheduler's row, launch to processed result
     each request                 an async track: waiting, prefill, decode, delivery, one span after the other
     step                         counters: requests waiting and running, tokens free and cached
 
@@ -50,8 +50,7 @@ def to_perfetto(events: Sequence[Event]) -> dict[str, Any]:
             launched[pid, event["step"]] = time
         elif name == "forward_done" and (pid, event["step"]) in launched:
             begin = launched.pop((pid, event["step"]))
-            title = f"forward {event['step']}"
-            out.append({"ph": "X", "name": title, "pid": pid, "tid": 2, "ts": begin, "dur": time - begin, "args": args})
+            out.append(_forward(event["step"], pid, begin, time, args))
         elif name == "step":
             out += _counters(event, pid, time)
         else:
@@ -63,9 +62,17 @@ def export_perfetto(events: Sequence[Event], out: str | Path) -> None:
     Path(out).write_bytes(orjson.dumps(to_perfetto(events)))
 
 
+def _forward(step: int, pid: int, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    # With overlap step N+1 is launched before step N is processed, and slices of one thread may not cross: so two.
+    thread = 2 + step % 2
+    return {
+        "ph": "X", "name": f"forward {step}", "pid": pid, "tid": thread, "ts": begin, "dur": end - begin, "args": args
+    }  # fmt: skip
+
+
 def _counters(event: Event, pid: int, time: float) -> list[dict[str, Any]]:
-    requests = {"waiting": len(event["waiting"]), "running": len(event["running"])}
-    tokens = {key: event[key] for key in ("free", "evictable", "protected") if key in event}
+    requests = {seat: len(event[seat]) for seat in ("waiting_queue", "running_batch") if seat in event}
+    tokens = {key: event[key] for key in ("free_tokens", "evictable_tokens", "protected_tokens") if key in event}
     return [
         {"ph": "C", "name": name, "pid": pid, "ts": time, "args": args}
         for name, args in (("requests", requests), ("tokens", tokens))

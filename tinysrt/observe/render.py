@@ -18,12 +18,12 @@ from rich.text import Text
 from tinysrt.observe.merge import Event, rids
 
 _STYLES = {"tokenizer": "cyan", "scheduler": "green", "detokenizer": "magenta"}
-_SEATS = ("waiting", "new", "running", "cur", "last")
+_SEATS = ("waiting_queue", "new_batch", "running_batch", "cur_batch", "last_batch")
 
 
 def render_request(events: Sequence[Event], rid: str) -> Table:
     """The life of `rid`, one line an event. Decode steps are shown as they are: one line a token."""
-    mine = [event for event in events if event.get("rid") == rid or rid in event.get("rids", ())]
+    mine = _life(events, rid)
     table = Table(title=f"request {rid}", title_justify="left", box=None, pad_edge=False)
     table.add_column("ms", justify="right")
     table.add_column("+ms", justify="right", style="dim")
@@ -46,27 +46,40 @@ def render_request(events: Sequence[Event], rid: str) -> Table:
 def render_seats(events: Sequence[Event]) -> Table:
     """The seats after each decision of the scheduler; requests are numbered 0, 1, … in order of arrival."""
     names = {rid: str(index) for index, rid in enumerate(rids(events))}
+    steps = [event for event in events if event["e"] == "step"]
     table = Table(title="seats, step by step", title_justify="left", box=None, pad_edge=False)
     for column in ("step", "mode"):
         table.add_column(column, justify="right")
-    for column in (*_SEATS, "chunked"):
+    seats_shown = [seat for seat in _SEATS if any(seat in event for event in steps)]
+    for column in (*seats_shown, "chunked_req"):
         table.add_column(column, overflow="fold")
     for column in ("free", "evictable"):
         table.add_column(column, justify="right", style="dim")
-    for event in events:
-        if event["e"] != "step":
-            continue
-        seats = [" ".join(names.get(rid, rid) for rid in event.get(seat) or ()) or "·" for seat in _SEATS]
-        chunked = event.get("chunked")
+    for event in steps:
+        seats = [" ".join(names.get(rid, rid) for rid in event.get(seat) or ()) or "·" for seat in seats_shown]
+        chunked = event.get("chunked_req")
         seats.append(names.get(chunked, str(chunked)) if chunked else "·")
-        numbers = [str(event.get(key, "")) for key in ("free", "evictable")]
+        numbers = [str(event.get(key, "")) for key in ("free_tokens", "evictable_tokens")]
         table.add_row(str(event["step"]), str(event.get("mode", "")), *seats, *numbers)
     return table
 
 
+def _life(events: Sequence[Event], rid: str) -> list[Event]:
+    """What names the request, and what its steps did."""
+    life: list[Event] = []
+    steps: set[int] = set()
+    for event in events:
+        takes_part = rid in event.get("rids", ())
+        if takes_part and "step" in event:
+            steps.add(event["step"])
+        if takes_part or event.get("rid") == rid or (event.get("step") in steps and event["e"] != "step"):
+            life.append(event)
+    return life
+
+
 def describe(event: Event) -> str:
     """An event's fields in words: `cached=5 extend=12`."""
-    skip = ("t", "p", "e", "rid")
+    skip = ("t", "p", "e", "rid", "rids")
     return " ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in skip)
 
 

@@ -31,6 +31,7 @@ import atexit
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,30 +41,39 @@ TRACE_VERSION = 1
 FLUSH_SECONDS = 0.2
 FLUSH_LINES = 512  # flush at once when so many wait: bounds memory under load
 
-# Every event name, in the order one request meets them: who records it, and which fields it carries.
-EVENTS: dict[str, str] = {
-    "request_received": "tokenizer: a request came through a door. stream",
-    "tokenized": "tokenizer: text is ids now. prompt_tokens",
-    "sent": "tokenizer: TokenizedGenerateReqInput left for the scheduler.",
-    "queued": "scheduler: the Req is in waiting_queue. waiting (queue length), prompt_tokens",
-    "matched": "scheduler: the prefix cache was asked. cached (tokens it holds), prompt_tokens",
-    "admitted": "scheduler: PrefillAdder took it. row, cached, extend (tokens to compute this time)",
-    "chunked": "scheduler: only part of the prompt fits this step; it holds the chunked seat. done, total",
-    "step": (
-        "scheduler: the seats once get_next_batch_to_run has decided. step, mode (extend|decode|mixed|idle); "
-        "waiting, new, running, cur, last (lists of rids), chunked (rid or null); "
-        "free, evictable, protected (tokens)"
+
+@dataclass(frozen=True)
+class EventKind:
+    process: str
+    meaning: str
+    fields: tuple[str, ...] = ()  # besides t, p, e and rid
+
+
+# Every event, in the order one request meets them. A field that names requests holds rids.
+EVENTS: dict[str, EventKind] = {
+    "request_received": EventKind("tokenizer", "a request came through a door", ("stream",)),
+    "tokenized": EventKind("tokenizer", "its text is ids now", ("prompt_tokens",)),
+    "sent": EventKind("tokenizer", "TokenizedGenerateReqInput left for the scheduler"),
+    "queued": EventKind("scheduler", "the Req is in waiting_queue; `waiting` is its length", ("prompt_len", "waiting")),
+    "matched": EventKind("scheduler", "the prefix cache held `cached` of its tokens", ("cached", "prompt_len")),
+    "admitted": EventKind("scheduler", "it computes [from, to) of its tokens this step", ("row", "extend")),
+    "chunked": EventKind("scheduler", "it holds the chunked seat, `done` tokens in", ("done", "prompt_len")),
+    "step": EventKind(
+        "scheduler",
+        "the seats once get_next_batch_to_run has decided, and the memory",
+        ("step", "mode", "waiting_queue", "new_batch", "running_batch", "cur_batch", "last_batch", "chunked_req")
+        + ("free_tokens", "evictable_tokens", "protected_tokens"),
     ),
-    "forward_launched": "scheduler: the batch went to the worker. step, mode, batch_size, tokens",
-    "forward_done": "scheduler: its result is on the host. step",
-    "sampled": "scheduler: the model runner drew the next tokens. step, batch_size",
-    "appended": "scheduler: the request's output grew. ids",
-    "merged": "scheduler: last_batch's requests joined running_batch. rids",
-    "retracted": "scheduler: pushed back into the queue, its KV given up. output_tokens",
-    "finished": "scheduler: the end was seen. reason, completion_tokens",
-    "aborted": "scheduler: ended before its time. message",
-    "detokenized": "detokenizer: ids became text. text, tokens, finished",
-    "text_sent": "tokenizer: news was handed to the door. chars, finished",
+    "forward_launched": EventKind("scheduler", "the batch went to the worker", ("step", "mode", "rids", "tokens")),
+    "sampled": EventKind("scheduler", "the model runner drew the next tokens", ("step", "batch_size")),
+    "forward_done": EventKind("scheduler", "its result is on the host and processed", ("step", "tokens")),
+    "appended": EventKind("scheduler", "the request's output grew", ("token", "output_len")),
+    "merged": EventKind("scheduler", "last_batch's requests joined running_batch", ("rids",)),
+    "retracted": EventKind("scheduler", "pushed back into the queue, its KV given up", ("output_len",)),
+    "finished": EventKind("scheduler", "the end was seen", ("reason", "output_len")),
+    "aborted": EventKind("scheduler", "ended before its time", ("reason", "output_len")),
+    "detokenized": EventKind("detokenizer", "ids became text", ("tokens", "chars", "finished")),
+    "text_sent": EventKind("tokenizer", "news was handed to the door", ("chars", "finished")),
 }
 
 
