@@ -20,7 +20,7 @@ import codecs
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -80,7 +80,7 @@ class TokenBytes:
 
     @classmethod
     def of_backend(cls, backend: Backend) -> TokenBytes | None:
-        description = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())  # type: ignore[attr-defined]
+        description = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         rules = DecoderRules.read(description)
         return None if rules is None else cls(backend, rules)
 
