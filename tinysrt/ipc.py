@@ -11,8 +11,9 @@ The TokenizerManager binds both of its ends because it lives in the main process
 needs an answer; ZMQ lets the other side connect first and queue. Two senders share the tokenizer's input, so
 an abort notice may overtake the text before it: receivers tolerate unknown rids.
 
-Invariant: a send never blocks and never drops (high-water mark 0), and what arrives decodes as one of the
-types the receiver names, or raises: nothing is unpickled. (SGLang: `utils/network.py`, `managers/io_struct.py`.)
+Invariant: while its peer lives a send never blocks, and it never drops (high-water mark 0). What arrives decodes
+as one of the types the receiver names, or raises: nothing is unpickled. (SGLang: `utils/network.py`,
+`managers/io_struct.py`.)
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Sender:
         # A zmq.asyncio context would make send() a coroutine; shadowing gives a plain socket on the same I/O threads.
         self.socket = zmq.Context.shadow(context).socket(zmq.PUSH)
         self.socket.setsockopt(zmq.SNDHWM, 0)
+        # A bound PUSH socket whose only peer has died would block for ever; raise zmq.Again instead.
+        self.socket.setsockopt(zmq.SNDTIMEO, 1000)
         self.socket.setsockopt(zmq.LINGER, 1000)  # ms to flush the last words at close
         _open(self.socket, endpoint, bind)
 
