@@ -26,7 +26,7 @@ import msgspec
 from tinysrt.sampling_params import SamplingParams
 
 
-class Message(msgspec.Struct, tag=True, kw_only=True):
+class Message(msgspec.Struct, tag=True):
     """Base of everything sent: the class name is the tag on the wire."""
 
 
@@ -73,7 +73,7 @@ FinishReason = FinishStop | FinishLength | FinishAbort
 # ---- requests -------------------------------------------------------------------------------------
 
 
-class TokenizedGenerateReqInput(Message):
+class TokenizedGenerateReqInput(Message, kw_only=True):
     """TokenizerManager → Scheduler: one request, tokenized, its parameters normalized and verified."""
 
     rid: str

@@ -1,0 +1,189 @@
+"""The scheduler as a process: build the model and its memory, say "ready", run the loop on real sockets.
+
+    model config ─▶ weights ─▶ KV pool ─▶ rows, allocator, tree ─▶ worker ─▶ "ready" ─▶ event loop
+
+The order is SGLang's: the pool gets what the weights leave, and the tree needs the pool. (The seeds build the tree first.)
+
+A watchdog thread ends the process if a forward hangs: with work to do and no step for `--watchdog-timeout` seconds it
+dumps every thread's stack and exits, and the parent takes the server down. Source: SGLang `scheduler.py`
+(`run_scheduler_process`), `utils/watchdog.py`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import zmq
+
+from tinysrt.ipc import IpcNames, Receiver, Sender
+from tinysrt.managers.overlap_worker import OverlapWorker
+from tinysrt.managers.schedule_batch import StepMemory
+from tinysrt.managers.scheduler import Limits, Scheduler, StepInputs
+from tinysrt.managers.tp_worker import TpWorker
+from tinysrt.mem_cache.allocator import make_allocator
+from tinysrt.mem_cache.chunk_cache import ChunkCache
+from tinysrt.mem_cache.memory_pool import ReqToTokenPool
+from tinysrt.mem_cache.radix_cache import RadixCache
+from tinysrt.messages import BatchTokenIDOut, Message, ShutdownNotice, ToScheduler
+from tinysrt.model_executor.model_config import ModelConfig
+from tinysrt.model_executor.model_runner import ModelRunner
+from tinysrt.observe.progress import progress_bar
+from tinysrt.observe.trace import Recorder
+from tinysrt.server_args import ServerArgs
+from tinysrt.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 1000  # an idle scheduler looks around once a second (deadlines), else it sleeps in the poll
+
+
+class SocketInbox:
+    def __init__(self, receiver: Receiver[Message]):
+        self.receiver = receiver
+
+    def receive(self, *, block: bool) -> StepInputs:
+        if block:
+            self.receiver.wait(IDLE_WAIT_MS)
+        messages = self.receiver.drain()
+        return StepInputs(now=time.monotonic(), messages=messages)
+
+
+class SocketOutbox:
+    """Results go to the detokenizer, or with --skip-tokenizer-init straight to the TokenizerManager."""
+
+    def __init__(self, context: zmq.Context, ipc_names: IpcNames, *, skip_detokenizer: bool):
+        self.context = context
+        self.default_reply_to = ipc_names.tokenizer_input
+        self.tokenizers = {self.default_reply_to: Sender(context, self.default_reply_to)}
+        self.detokenizer = Sender(context, ipc_names.detokenizer_input)
+        self.skip_detokenizer = skip_detokenizer
+
+    def to_detokenizer(self, message: BatchTokenIDOut) -> None:
+        if self.skip_detokenizer:
+            self.to_tokenizer(message)
+        else:
+            self.detokenizer.send(message)
+
+    def to_tokenizer(self, message: Message, reply_to: str | None = None) -> None:
+        endpoint = reply_to or self.default_reply_to
+        if endpoint not in self.tokenizers:
+            self.tokenizers[endpoint] = Sender(self.context, endpoint)
+        self.tokenizers[endpoint].send(message)
+
+    def close(self) -> None:
+        self.detokenizer.send(ShutdownNotice())
+        self.detokenizer.close()
+        for sender in self.tokenizers.values():
+            sender.close()
+
+
+def build_scheduler(
+    server_args: ServerArgs, *, inbox: SocketInbox, outbox: SocketOutbox, trace: Recorder
+) -> tuple[Scheduler, dict[str, Any]]:
+    """Model, memory and loop, and what the parent needs to know of them (the handshake)."""
+    assert server_args.model_path is not None
+    model_config = ModelConfig.from_pretrained(
+        server_args.model_path,
+        context_length=server_args.context_length,
+        dtype=server_args.dtype,
+        trust_remote_code=server_args.trust_remote_code,
+        load_format=server_args.load_format,
+    )
+    tokenizer = None
+    eos_ids = model_config.eos_token_ids
+    if not server_args.skip_tokenizer_init:
+        tokenizer = Tokenizer.load(
+            server_args.tokenizer_path or server_args.model_path,
+            mode=server_args.tokenizer_mode,
+            trust_remote_code=server_args.trust_remote_code,
+        )
+        # Config, generation config and tokenizer are edited by different people: any of their end tokens ends a run.
+        eos_ids = eos_ids | tokenizer.stop_ids
+    with progress_bar() as on_progress:
+        runner = ModelRunner(server_args, model_config, trace=trace, on_progress=on_progress)
+    page_size = server_args.page_size or 1
+    limits = Limits(
+        context_len=model_config.context_len,
+        max_running_requests=runner.max_running_requests,
+        vocab_size=runner.vocab_size,
+        eos_ids=eos_ids,
+        capacity=runner.max_total_num_tokens,
+        page_size=page_size,
+    )
+    pool = ReqToTokenPool(runner.max_running_requests, runner.table_width)
+    allocator = make_allocator(runner.max_total_num_tokens, page_size)
+    cache = ChunkCache if server_args.disable_radix_cache else RadixCache
+    scheduler = Scheduler(
+        server_args,
+        worker=TpWorker(runner) if server_args.disable_overlap_schedule else OverlapWorker(runner),
+        memory=StepMemory(pool, allocator, cache(pool, allocator, page_size)),
+        limits=limits,
+        inbox=inbox,
+        outbox=outbox,
+        trace=trace,
+        tokenizer=tokenizer,
+        device=runner.device,
+    )
+    info = {
+        "max_total_num_tokens": limits.capacity,
+        "max_req_input_len": limits.max_req_input_len,
+        "context_len": limits.context_len,
+        "max_running_requests": limits.max_running_requests,
+        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "eos_token_ids": sorted(eos_ids),
+    }
+    return scheduler, info
+
+
+def run_scheduler_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection) -> None:
+    """Entry of the child process; returns after a ShutdownReq."""
+    trace = Recorder("scheduler", server_args.trace_dir)
+    context = zmq.Context()
+    receiver: Receiver[Message] = Receiver(context, ipc_names.scheduler_input, ToScheduler)
+    outbox = SocketOutbox(context, ipc_names, skip_detokenizer=server_args.skip_tokenizer_init)
+    started = time.monotonic()
+    scheduler, info = build_scheduler(server_args, inbox=SocketInbox(receiver), outbox=outbox, trace=trace)
+    info["load_seconds"] = round(time.monotonic() - started, 2)
+    pipe.send({"status": "ready", **info})
+    _start_watchdog(scheduler, server_args.watchdog_timeout)
+    # What start-up made stays: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        if server_args.disable_overlap_schedule:
+            scheduler.event_loop_normal()
+        else:
+            scheduler.event_loop_overlap()
+    finally:
+        scheduler.worker.close()
+        outbox.close()
+        receiver.close()
+        trace.close()
+    context.term()
+
+
+def _start_watchdog(scheduler: Scheduler, timeout: float | None) -> None:
+    if not timeout or timeout <= 0:
+        return
+
+    def watch() -> None:
+        last, since = -1, time.monotonic()
+        while True:
+            time.sleep(min(timeout / 2, 10.0))
+            progress = scheduler.forward_count
+            if progress != last or not scheduler.in_flight and not scheduler.live or scheduler.paused:
+                last, since = progress, time.monotonic()
+            elif time.monotonic() - since > timeout:
+                logger.error("no forward finished for %.0f s: the scheduler hangs", timeout)
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
