@@ -6,6 +6,7 @@ In a page one may write
     {{ code:NAME | from="some text" to="other text" }}                      only the lines from … to … inside it
     {{ src:NAME }}   {{ src:NAME | text="the run" }}                        a link to its line
     {{ diagram:journey }}                                                   diagrams/journey.mmd, drawn
+    {{ chapters }}                                                          the course, a line a chapter and lab
 
 `code` and `diagram` stand on a line of their own (they may be indented); a macro between backticks is left alone.
 NAME is dotted, see symbols.py. Links are written as page + `#L35`, so MkDocs rewrites and checks them like any other.
@@ -76,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             line = markdown.count("\n", 0, match.start()) + 1
             raise PluginError(f"{uri}, line {line}: {match.group().strip()}: {exc}") from exc
 
-    return _MACRO.sub(replace, markdown)
+    return _MACRO.sub(replace, markdown.replace("{{ chapters }}", _course(files)))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -120,6 +121,20 @@ def _diagram(name: str, root: Path) -> str:
         hints = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
         raise UnknownName(f"no diagrams/{name}.mmd; did you mean {', '.join(hints)}?")
     return file.read_text(encoding="utf-8").strip()
+
+
+def _course(files: Files) -> str:
+    """The chapters and labs that exist, by number and title (their first heading)."""
+    lines: list[str] = []
+    for folder in ("chapters", "labs"):
+        for file in sorted(files.documentation_pages(), key=lambda file: file.src_uri):
+            if file.src_uri.startswith(f"{folder}/"):
+                number = int(posixpath.basename(file.src_uri)[:2])
+                title = re.search(r"^# (.+)$", file.content_string, re.M)
+                label = f"{number}." if folder == "chapters" else f"Lab {number}."
+                lines.append(f"| {label} | [{title[1] if title else file.name}]({file.src_uri}) |")
+        lines.append("")
+    return "\n".join(["| | |", "|---:|---|", *[line for line in lines if line]]) + "\n"
 
 
 def _navigation(files: Files) -> list[Any]:
