@@ -116,6 +116,7 @@ def run_detokenizer_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: 
         receiver.close()
         for sender in senders.values():
             sender.close()
+        context.term()  # waits until the last answers are out, a second at most
         trace.close()
 
 

@@ -44,7 +44,7 @@ class IncrementalDecoder:
         context = list(context_ids or [])
         self._source: _Source
         if tokenizer.pieces is not None:
-            skipped = frozenset(tokenizer.special_tokens) if skip_special_tokens else frozenset()
+            skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
             self._source = _ByteSource(tokenizer.pieces, context, skipped)
         else:
             self._source = _WindowSource(tokenizer, context, skip_special_tokens, spaces_between_special_tokens)

@@ -39,6 +39,7 @@ class Tokenizer:
         self.special_tokens: dict[int, AddedToken] = {
             index: token for index, token in sorted(hf.added_tokens_decoder.items()) if token.special
         }
+        self.special_ids = frozenset(self.special_tokens)
         if self.backend is not None:
             self.backend.no_truncation()  # a tokenizer.json may carry both, left over from training
             self.backend.no_padding()
@@ -108,7 +109,7 @@ class Tokenizer:
         """spaces_between_special_tokens: only slow tokenizers put spaces there; for the others it has no meaning."""
         if self.pieces is not None:
             stream = ByteStream(self.pieces.rules)
-            kept = (index for index in ids if not (skip_special_tokens and index in self.special_tokens))
+            kept = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
             return "".join([stream.feed(self.pieces[index]) for index in kept]) + stream.finish()
         return self.hf.decode(
             [index for index in ids if 0 <= index < self.vocab_size],
