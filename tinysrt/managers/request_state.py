@@ -32,18 +32,14 @@ Entries = list[list[Entry] | None]  # alternatives per position; None where ther
 
 @dataclass
 class Waiter:
-    """The coroutine behind one client call: woken when any of its samples has news, or when the client has left."""
+    """The coroutine behind one client call: woken when any of its samples has news."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     news: list[ReqState] = field(default_factory=list)  # each sample at most once
-    disconnected: bool = False
 
     async def wake_up(self) -> None:
-        """Sleep until the next wake-up; raises when nobody listens any more."""
         await self.event.wait()
         self.event.clear()
-        if self.disconnected:
-            raise RequestError("The client has closed the connection.", status=499)
 
     async def wait(self) -> list[ReqState]:
         """The samples that have news, as soon as there are any (none after a wake-up for another reason)."""

@@ -28,7 +28,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -67,8 +67,6 @@ from tinysrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-IsDisconnected = Callable[[], Awaitable[bool]]
-DISCONNECT_POLL_S = 0.5
 HIDDEN = -1  # index of a copy that only warms the prefix cache
 
 
@@ -114,36 +112,17 @@ class TokenizerManager:
             live=self.rid_to_state,
         )
 
-    @property
-    def status(self) -> ServerStatus:
-        return self.control.status
-
-    @status.setter
-    def status(self, status: ServerStatus) -> None:
-        self.control.status = status
-
-    @property
-    def scheduler_info(self) -> dict[str, Any]:
-        return self.control.scheduler_info
-
-    @scheduler_info.setter
-    def scheduler_info(self, info: dict[str, Any]) -> None:
-        self.control.scheduler_info = info
-
     # ---- a request, from the door to the answer ------------------------------------------------------
 
-    async def generate_request(
-        self, obj: GenerateReqInput, is_disconnected: IsDisconnected | None = None
-    ) -> AsyncIterator[Any]:
+    async def generate_request(self, obj: GenerateReqInput) -> AsyncGenerator[Any, None]:
         """Run `obj` and yield its answer, an object or (batch, n > 1) a list; streams yield objects as they come.
 
-        A RequestError comes before the first item or not at all in a stream: whoever streams fetches the first item
-        before promising a 200. Later a sample that fails ends with an object whose finish_reason is an abort with
-        a `status_code`. Without a stream that is raised instead; an abort that the client itself asked for never
-        is: the text so far is the answer.
+        In a stream a RequestError comes before the first item or not at all, so whoever streams fetches the first
+        item before promising a 200. Later a sample that fails ends with an object whose finish_reason is an abort
+        with a `status_code`. Without a stream that is raised instead. An abort that the client itself asked for is
+        no error: the text so far is the answer.
 
-        `is_disconnected` is asked now and then. If the client has left, or the caller drops this generator, what
-        still runs is aborted.
+        Closing or cancelling this generator aborts what still runs; the doors do it when a client disconnects.
         """
         self.start()
         self._refuse_if_closing()
@@ -154,7 +133,6 @@ class TokenizerManager:
         )
         waiter = Waiter()
         states = self._register(batch, waiter)
-        watch = asyncio.ensure_future(_watch(is_disconnected, waiter)) if is_disconnected is not None else None
         try:
             await self._tokenize(batch)
             if batch.prompts[0].params.n > 1 and not self.server_args.disable_radix_cache:
@@ -164,8 +142,6 @@ class TokenizerManager:
             async for answer in self._answers(batch, states, waiter):
                 yield answer
         finally:
-            if watch is not None:
-                watch.cancel()
             self._leave(states)
 
     def _refuse_if_closing(self) -> None:
@@ -206,7 +182,7 @@ class TokenizerManager:
         context = self.model_config.context_len
         limits = LengthLimits(
             context_len=context,
-            max_input_len=self.scheduler_info.get("max_req_input_len", context),
+            max_input_len=self.control.scheduler_info.get("max_req_input_len", context),
             auto_truncate=self.server_args.allow_auto_truncate,
         )
         for prompt in batch.prompts:
@@ -480,14 +456,6 @@ class TokenizerManager:
 def _wake(states: list[ReqState]) -> None:
     for state in states:
         state.waiter.event.set()
-
-
-async def _watch(is_disconnected: IsDisconnected, waiter: Waiter) -> None:
-    """Wake the waiter when its client has left. SGLang looks every 4 s."""
-    while not await is_disconnected():
-        await asyncio.sleep(DISCONNECT_POLL_S)
-    waiter.disconnected = True
-    waiter.event.set()
 
 
 def _checked_defaults(preferred: dict[str, Any] | None, vocab_size: int) -> dict[str, Any]:
