@@ -1,0 +1,22 @@
+"""RMSNorm, alone and together with the residual addition that precedes it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tinysrt.kernels.reference import add_rms_norm, rms_norm
+from tinysrt.model_executor.layers.linear import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = empty_parameter(dim)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(residual + x), residual + x): the residual stream runs beside the blocks, not through them."""
+        return add_rms_norm(x, residual, self.weight, self.eps)

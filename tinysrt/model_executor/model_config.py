@@ -1,0 +1,170 @@
+"""ModelConfig: what the checkpoint says about itself, in the names that tinysrt uses.
+
+Read from config.json and generation_config.json through transformers, which knows each family's defaults. Both the
+main process (context length, end ids, sampling defaults) and the scheduler process (everything else) build one; it
+holds no weights. What is a matter of the machine, such as the number format that a CPU can multiply, is decided in
+`sizing.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinysrt.errors import StartupError
+
+DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: Path  # local folder
+    architectures: list[str]
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: dict[str, Any]  # rope_type, rope_theta and what the type needs
+    tie_word_embeddings: bool
+    dtype: torch.dtype  # as typed, or the checkpoint's own
+    context_len: int  # longest sequence, prompt and answer together
+    # Every file that names end tokens is believed (FC-08: each is edited by other people, and a missed one runs on to
+    # the limit). The tokenizer's own is added where the tokenizer is loaded.
+    eos_token_ids: frozenset[int]
+    generation_defaults: dict[str, Any]  # sampling parameters that generation_config.json recommends
+    hf_config: Any
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_path: str,
+        *,
+        context_length: int | None = None,
+        dtype: str = "auto",
+        trust_remote_code: bool = False,
+        load_format: str = "auto",
+    ) -> ModelConfig:
+        path = resolve_model_path(model_path, weights=load_format != "dummy")
+        hf = _load_hf_config(path, model_path, trust_remote_code)
+        generation = _read_json(path / "generation_config.json")
+        num_heads = _required(hf, "num_attention_heads")
+        hidden_size = _required(hf, "hidden_size")
+        return cls(
+            path=path,
+            architectures=list(hf.architectures or []),
+            model_type=hf.model_type,
+            vocab_size=_required(hf, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_required(hf, "intermediate_size"),
+            num_layers=_required(hf, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=getattr(hf, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(hf, "head_dim", None) or hidden_size // num_heads,
+            rms_norm_eps=getattr(hf, "rms_norm_eps", 1e-6),
+            rope=_rope(hf),
+            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            dtype=DTYPES[dtype] if dtype != "auto" else _checkpoint_dtype(hf, path),
+            context_len=_context_len(hf, context_length),
+            eos_token_ids=_ids(getattr(hf, "eos_token_id", None)) | _ids(generation.get("eos_token_id")),
+            generation_defaults={k: generation[k] for k in GENERATION_DEFAULTS if generation.get(k) is not None},
+            hf_config=hf,
+        )
+
+
+def resolve_model_path(model_path: str, *, weights: bool = True) -> Path:
+    """The local folder of a model: itself, or a hub id's snapshot (downloaded once, by huggingface_hub)."""
+    path = Path(model_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or model_path.count("/") != 1 or model_path.startswith((".", "~", "/")):
+        raise StartupError(f"no model folder at {model_path!r} (and it is no hub id such as owner/name)")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(model_path, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors are kinds of these
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StartupError(f"no folder {model_path!r} here, and the hub did not give it: {reason}") from error
+
+
+def _load_hf_config(path: Path, model_path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        raise StartupError(f"{model_path!r} has no config.json: it is not a model folder")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # unknown model type, broken JSON, impossible values: transformers raises many kinds
+        raise StartupError(f"cannot read config.json of {model_path!r}: {str(error).splitlines()[0]}") from error
+
+
+def _required(hf: Any, name: str) -> int:
+    value = getattr(hf, name, None)
+    if value is None:
+        raise StartupError(f"config.json (model type {hf.model_type}) lacks {name}: not a decoder that tinysrt can run")
+    return int(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise StartupError(f"{path.name} is not valid JSON: {error}") from error
+
+
+def _ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def _rope(hf: Any) -> dict[str, Any]:
+    """One record from both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
+    rope = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    rope.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    return rope
+
+
+def _context_len(hf: Any, asked: int | None) -> int:
+    derived = _required(hf, "max_position_embeddings")
+    rope = _rope(hf)
+    if rope["rope_type"] == "linear":  # llama3 checkpoints state the stretched length, linear ones the original
+        derived = int(derived * rope["factor"])
+    if asked is not None and asked > derived:
+        raise StartupError(f"--context-length {asked} is longer than the model's own {derived}; use at most {derived}")
+    return asked or derived
+
+
+def _checkpoint_dtype(hf: Any, path: Path) -> torch.dtype:
+    """What config.json says; else what the first weight is stored in."""
+    said = getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None)
+    if said is not None:
+        return DTYPES[said] if isinstance(said, str) else said
+    file = next(iter(sorted(path.glob("*.safetensors"))), None)
+    if file is None:
+        return torch.float32
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as weights:
+        stored = weights.get_tensor(next(iter(weights.keys()))).dtype
+    return stored if stored in DTYPES.values() else torch.float32

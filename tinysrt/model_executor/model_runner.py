@@ -1,0 +1,168 @@
+"""ModelRunner: the device side of one scheduler process. It owns the weights, the KV pool and three device tables.
+
+    table    (rows + 1, width) int32   slot of each position of each request; a replayed copy of the scheduler's
+    relay    (rows + 1,) int64         last sampled token of each request row
+    counts   (grown when needed)       output tokens of penalized requests, inside the sampler
+
+Nothing here decides anything: a forward is a function of its ForwardBatch and of these tables, and only `forward` and
+`sample` change them, in the order in which batches are launched. That is why a forward can run in another thread, or
+on another stream, while the scheduler prepares the next one.
+
+    forward(batch)    1 replay table_update   2 fill input ids from the relay   3 plan attention   4 the model
+                      5 logits of the rows that are read
+    sample(...)       one token per request; the relay remembers it for the next step
+    to_host(...)      device tensors → StepResult; the only place that waits for the device
+
+Row 0 and slot 0 exist for padding and belong to nobody. Source: SGLang `model_executor/model_runner.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tinysrt.mem_cache.memory_pool import KVPool
+from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
+from tinysrt.model_executor.forward_batch_info import ForwardBatch
+from tinysrt.model_executor.layers.logits_processor import LogitsOutput, compute_logits, input_score_owners
+from tinysrt.model_executor.model_config import ModelConfig
+from tinysrt.model_executor.sampler import SampleOutput, Sampler
+from tinysrt.model_executor.sizing import (
+    free_memory,
+    runtime_dtype,
+    size_kv_pool,
+    size_request_table,
+    usable_cores,
+)
+from tinysrt.model_executor.step_result import InputScores, StepResult
+from tinysrt.model_executor.weights import Progress, load_model
+from tinysrt.observe.trace import Recorder
+from tinysrt.server_args import ServerArgs
+
+TABLE_SLACK = 4  # positions beyond the context length that a step may allocate
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        *,
+        trace: Recorder,
+        on_progress: Progress | None = None,
+    ):
+        self.config = model_config
+        self.trace = trace
+        self.device = torch.device(server_args.device or "cpu")
+        self.dtype = runtime_dtype(server_args.dtype, model_config.dtype, self.device)
+        self.vocab_size = model_config.vocab_size
+        self.num_threads = server_args.num_threads or usable_cores()
+        self._prepared_thread: int | None = None
+        self._prepare_thread()
+
+        free_before = free_memory(self.device)
+        with torch.inference_mode():
+            self.model = load_model(
+                model_config, self.dtype, self.device, server_args.load_format, on_progress=on_progress
+            )
+        self.max_total_num_tokens = size_kv_pool(server_args, model_config, self.dtype, self.device, free_before)
+        self.max_running_requests = size_request_table(
+            server_args.max_running_requests, self.max_total_num_tokens, model_config.context_len
+        )
+        self.kv_pool = KVPool(
+            self.max_total_num_tokens,
+            server_args.page_size,
+            model_config.num_layers,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            self.dtype,
+            self.device,
+        )
+        rows, self.table_width = self.max_running_requests + 1, model_config.context_len + TABLE_SLACK
+        self.table = torch.zeros(rows, self.table_width, dtype=torch.int32, device=self.device)
+        self.relay = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.attention = TorchNativeBackend(
+            self.kv_pool, self.table, model_config.num_heads, model_config.head_dim**-0.5
+        )
+        self.sampler = Sampler(self.vocab_size, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> LogitsOutput:
+        self._prepare_thread()
+        if batch.table_update is not None:
+            self.table.view(-1)[batch.table_update.flat_index] = batch.table_update.slots
+        input_ids = self._fill_from_relay(batch)
+        attend = partial(self.attention.attend, plan=self.attention.plan(batch))
+        hidden = self.model(input_ids, batch.positions, attend)
+        return compute_logits(hidden, self.model.lm_head, batch)
+
+    @torch.inference_mode()
+    def sample(self, logits: LogitsOutput, batch: ForwardBatch) -> SampleOutput:
+        output = self.sampler(logits, batch, self.relay)
+        # A NaN row's -1 must not become an index: its next step runs on token 0, and its result is thrown away.
+        self.relay[batch.req_pool_indices] = output.next_token_ids.clamp(min=0)
+        return start_copy(output) if self.device.type == "cuda" else output
+
+    def to_host(self, output: SampleOutput, batch: ForwardBatch) -> StepResult:
+        if output.ready is not None:
+            output.ready.synchronize()
+        tokens = output.next_token_ids.tolist()
+        if self.trace.on:
+            self.trace.event("sampled", step=batch.step, rows=batch.req_pool_indices.tolist(), tokens=tokens)
+        result = StepResult(next_token_ids=[[token] for token in tokens])
+        return result if batch.logprob is None else _with_scores(result, output, batch)
+
+    def _fill_from_relay(self, batch: ForwardBatch) -> Tensor:
+        """A decode step reads every input token from the relay; a mixed one those of its decode rows."""
+        if batch.relay_lanes is not None:
+            return batch.input_ids.index_copy(0, batch.relay_lanes, self.relay[batch.relay_rows])
+        return self.relay[batch.req_pool_indices] if batch.forward_mode.is_decode() else batch.input_ids
+
+    def _prepare_thread(self) -> None:
+        """The one place that sets the thread count. PyTorch keeps it per thread, so whoever runs a forward sets it."""
+        if self._prepared_thread != threading.get_ident():
+            torch.set_num_threads(self.num_threads)
+            self._prepared_thread = threading.get_ident()
+
+
+def start_copy(output: SampleOutput) -> SampleOutput:
+    """Start moving a step's results to pinned host memory; `to_host` waits for this step's event and nothing else."""
+    moved = replace(
+        output,
+        next_token_ids=output.next_token_ids.to("cpu", non_blocking=True),
+        output_scores=output.output_scores and output.output_scores.to("cpu", non_blocking=True),
+        input_scores=output.input_scores and output.input_scores.to("cpu", non_blocking=True),
+        ready=torch.cuda.Event(),
+    )
+    moved.ready.record()
+    return moved
+
+
+def _with_scores(result: StepResult, output: SampleOutput, batch: ForwardBatch) -> StepResult:
+    """Deal the looked-up scores out to the requests they belong to."""
+    spec, size = batch.logprob, batch.batch_size
+    assert spec is not None
+    logprobs: list[list[float]] = [[] for _ in range(size)]
+    top: list[list[list[tuple[float, int]]] | None] = [None] * size
+    chosen: list[list[list[tuple[float, int]]] | None] = [None] * size
+    if output.output_scores is not None:
+        owners = [i for i, wanted in enumerate(spec.return_logprob) if wanted]
+        for i, (score, best, named) in zip(owners, output.output_scores.to_rows(spec, owners), strict=True):
+            logprobs[i] = [score]
+            top[i] = [best] if spec.top_logprobs_num[i] else None
+            chosen[i] = [named] if spec.token_ids_logprob[i] is not None else None
+    inputs: list[InputScores | None] = [None] * size
+    if output.input_scores is not None:
+        owners = input_score_owners(spec)
+        for i, (score, best, named) in zip(owners, output.input_scores.to_rows(spec, owners), strict=True):
+            mine = inputs[i] = inputs[i] or InputScores([], [], [])
+            mine.logprobs.append(score)
+            if spec.top_logprobs_num[i]:
+                mine.top.append(best)
+            if spec.token_ids_logprob[i] is not None:
+                mine.token_ids.append(named)
+    return replace(result, output_logprobs=logprobs, output_top=top, output_token_ids=chosen, input_scores=inputs)
