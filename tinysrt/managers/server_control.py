@@ -15,7 +15,6 @@ SGLang spreads this over `tokenizer_control_mixin.py` and `http_server.py`.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 import uuid
@@ -51,13 +50,6 @@ HEALTH_RID_PREFIX = "HEALTH_CHECK"
 HEALTH_TIMEOUT_S = 20.0
 FLUSH_GRACE_S = 1.5  # with overlap the scheduler is idle one step after the last answer has left
 PAUSE_MODES = ("abort", "retract", "in_place")
-
-# Our flags' short names in SGLang, which clients of /server_info look for.
-SHORT_NAMES = {
-    "tp_size": "tensor_parallel_size",
-    "pp_size": "pipeline_parallel_size",
-    "dp_size": "data_parallel_size",
-}
 
 
 class ServerStatus(StrEnum):
@@ -256,15 +248,8 @@ class ServerControl:
 
     async def server_info(self) -> dict[str, Any]:
         """All resolved flags, flat, under our names and SGLang's short ones, and what the scheduler says of itself."""
-        flags = dataclasses.asdict(self.server_args)
-        for name in ("api_key", "admin_api_key"):
-            if flags.get(name):
-                flags[name] = "***"
-        short = {short: flags[name] for short, name in SHORT_NAMES.items()}
         return {
-            **flags,
-            **short,
-            "served_model_name": self.server_args.served_model_name or self.server_args.model_path,
+            **self.server_args.to_info(),
             **{name: value for name, value in self.scheduler_info.items() if name != "status"},
             "status": self.status.value,
             "startup_time": self.started,
