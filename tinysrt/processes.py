@@ -162,7 +162,7 @@ def launch(server_args: ServerArgs, scheduler: Entry | None = None, detokenizer:
     """Start the children of a server and return at once; `wait_ready` follows. Tests bring their own entries."""
     if scheduler is None or detokenizer is None:
         from tinysrt.managers.detokenizer_manager import run_detokenizer_process
-        from tinysrt.managers.scheduler import run_scheduler_process
+        from tinysrt.managers.scheduler_process import run_scheduler_process
 
         scheduler, detokenizer = scheduler or run_scheduler_process, detokenizer or run_detokenizer_process
     launched = Launched(server_args, IpcNames.create())

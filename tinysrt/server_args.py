@@ -274,9 +274,8 @@ class ServerArgs:
         return cls(**keyword_values(kwargs))
 
     def resolve(self) -> ServerArgs:
-        """Refuse what cannot be, then give every "auto" its value. `model_path` must be known by now."""
-        self._check()
-        self._refuse_what_comes_later()
+        """Check, then give every "auto" its value. `model_path` must be known by now."""
+        self.check()
         device = _resolve_device(self.device)
         on_cpu = device == "cpu"
         values: dict[str, Any] = {
@@ -318,6 +317,11 @@ class ServerArgs:
         told = [f"{name}={info[name]!r}" for name, flag in flags().items() if info[name] != flag.default]
         return ", ".join(told) or "all defaults"
 
+    def check(self) -> None:
+        """Refuse, in one line, what cannot be or is not here yet. Cheap: the command line asks before it loads much."""
+        self._check_values()
+        self._refuse_what_comes_later()
+
     def _refuse_what_comes_later(self) -> None:
         for name, flag in flags().items():
             value = getattr(self, name)
@@ -328,7 +332,7 @@ class ServerArgs:
             keep = "leave it out" if flag.default in (None, False, "") else f"leave it at {flag.default}"
             raise StartupError(f"{shown} is not supported: {reason}; {keep}")
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
         for name, flag in flags().items():
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is None:

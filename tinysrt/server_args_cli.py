@@ -44,6 +44,7 @@ def parse_with(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Se
 
 def add_flags(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS) -> None:
     """Give `parser` every flag of ServerArgs, under the titles of their groups."""
+    parser.usage = parser.usage or "%(prog)s [flags] ..."  # 120 flags in every usage error would hide the error
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; what is typed wins")
     for group in groups:
         section = parser.add_argument_group(group)
