@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import regex
 
 from tinysrt.errors import RequestError
 
@@ -121,8 +122,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         for pattern in self.stop_regex:
             check(len(pattern.encode()) <= MAX_STOP_REGEX_BYTES, "stop_regex", f"{MAX_STOP_REGEX_BYTES} bytes or less")
             try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError) as error:
+                regex.compile(pattern)  # the library that will search with it
+            except (regex.error, RecursionError, OverflowError) as error:
                 message = f"stop_regex {_short(pattern)} is no regular expression: {error}."
                 raise RequestError(message, param="stop_regex") from None
         # Ids index tensors later: one outside would take the scheduler, and everyone's requests, down.

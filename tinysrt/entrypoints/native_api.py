@@ -91,6 +91,7 @@ class NativeApi:
         self.tokenizer_manager = tokenizer_manager
         self.control = tokenizer_manager.control
         self.server_args = server_args
+        self._told: dict[str, None] = {}  # unknown fields that were logged
 
     async def _body(self, request: Request, *, allow_empty: bool = False) -> dict[str, Any]:
         return await read_object(request, self.server_args.max_request_bytes, allow_empty=allow_empty)
@@ -103,14 +104,19 @@ class NativeApi:
     async def generate(self, request: Request) -> Response:
         body = await self._body(request)
         refuse_unsupported_fields(body)
-        unknown = [name for name in body if name not in GenerateReqInput.__struct_fields__]
-        if unknown:
-            logger.debug("Ignored unknown fields of /generate: %s", ", ".join(unknown)[:200])
+        self._tell_unknown(body)
         asked = convert(body, GenerateReqInput)
         if asked.stream:
             frames = self._frames(asked)
             return EventStream(await unless_disconnected(request, anext(frames)), frames)
         return json_response(await unless_disconnected(request, self._whole(asked)))
+
+    def _tell_unknown(self, body: dict[str, Any]) -> None:
+        """Each unknown name is logged once, and only so many: routers send the same ones with every request."""
+        for name in body:
+            if name not in GenerateReqInput.__struct_fields__ and name not in self._told and len(self._told) < 100:
+                self._told[name] = None
+                logger.info("Ignoring the unknown field %.80r of /generate", name)
 
     async def _whole(self, asked: GenerateReqInput) -> Any:
         async with aclosing(self.tokenizer_manager.generate_request(asked)) as answers:

@@ -23,21 +23,23 @@ T = TypeVar("T")
 
 
 class TextWorker:
-    """tokenizer and chat_template are None on a server without a tokenizer (`--skip-tokenizer-init`)."""
+    """Both are None on a server without a tokenizer (`--skip-tokenizer-init`)."""
 
-    def __init__(self, server_args: ServerArgs, tokenizer: Tokenizer | None = None):
-        args = server_args
-        self.tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
+    def __init__(self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None):
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
-        if not args.skip_tokenizer_init:
-            path = str(args.tokenizer_path or args.model_path)
-            self.tokenizer = tokenizer or Tokenizer.load(
-                path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
-            )
-            self.chat_template = ChatTemplate.load(
-                self.tokenizer, path, chat_template=args.chat_template, hf_chat_template_name=args.hf_chat_template_name
-            )
+
+    @classmethod
+    def load(cls, args: ServerArgs) -> TextWorker:
+        if args.skip_tokenizer_init:
+            return cls(None, None)
+        path = str(args.tokenizer_path or args.model_path)
+        tokenizer = Tokenizer.load(path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code)
+        chat_template = ChatTemplate.load(
+            tokenizer, path, chat_template=args.chat_template, hf_chat_template_name=args.hf_chat_template_name
+        )
+        return cls(tokenizer, chat_template)
 
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         tokenizer = self.require_tokenizer()

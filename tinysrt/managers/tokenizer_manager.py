@@ -78,15 +78,15 @@ class TokenizerManager:
         *,
         model_config: ModelConfig,
         trace: Recorder,
-        tokenizer: Tokenizer | None = None,
+        text: TextWorker | None = None,
     ):
-        """Bind both sockets and load what turns text into ids. `tokenizer`: one that is loaded already."""
+        """Bind both sockets and load what turns text into ids (or take `text`, which is loaded already)."""
         self.server_args = server_args
         self.model_config = model_config
         self.trace = trace
         self.served_model_name = server_args.served_model_name or str(server_args.model_path)
         self.preferred_params = _checked_defaults(server_args.preferred_sampling_params, model_config.vocab_size)
-        self.text = TextWorker(server_args, tokenizer)
+        self.text = text or TextWorker.load(server_args)
         self.tokenizer, self.chat_template = self.text.tokenizer, self.text.chat_template
 
         # SGLang draws seeds in the scheduler; drawn here, a sample carries its own and no batch can disturb it.
@@ -424,6 +424,7 @@ class TokenizerManager:
         self._sender.close()
         self._receiver.close()
         self._context.term()
+        self.trace.close()
 
     # ---- what the doors use --------------------------------------------------------------------------
 
