@@ -37,9 +37,7 @@ class Allocator(ABC):
     """The bitmap of free pages; the subclasses turn tokens into pages."""
 
     def __init__(self, size: int, page_size: int):
-        assert page_size >= 1 and size >= page_size and size % page_size == 0, (
-            f"{size=} is no multiple of {page_size=}"
-        )
+        assert page_size >= 1 and size >= page_size and size % page_size == 0, f"{size=} is no multiple of {page_size=}"
         self.size = size  # tokens, page 0 not counted
         self.page_size = page_size
         self.reset()

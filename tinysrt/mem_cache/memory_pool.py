@@ -9,8 +9,8 @@ The table is indirection, as page tables are in an operating system: a sequence 
 KV lies anywhere, and a shared prefix is stored once. For every page size the pools are flat and token-major,
 `(slots, kv_heads, head_dim)`; pages exist only for the allocator and the tree.
 
-The table lives twice. The host copy here is the truth: only the scheduler's thread writes it. The device copy belongs to
-ModelRunner and only changes by replaying, at the start of a forward, the cells written since the last one
+The table lives twice. The host copy here is the truth: only the scheduler's thread writes it. The device copy belongs
+to ModelRunner and only changes by replaying, at the start of a forward, the cells written since the last one
 (`take_update`). So a forward in flight sees the table as it was when its batch was scheduled.
 
 SGLang (`mem_cache/memory_pool.py`) keeps the table on the device only.

@@ -74,9 +74,7 @@ def _check_rows(pool: ReqToTokenPool, holding: list[KVRecord]) -> list[str]:
     return problems
 
 
-def _check_slots(
-    pool: ReqToTokenPool, allocator: Allocator, tree: RadixTree, holding: list[KVRecord]
-) -> list[str]:
+def _check_slots(pool: ReqToTokenPool, allocator: Allocator, tree: RadixTree, holding: list[KVRecord]) -> list[str]:
     # In pages, each claimed through its first slot: the unused rest of a request's last page is its own as well.
     page_size = allocator.page_size
     tree_slots = np.concatenate([np.empty(0, dtype=np.int32)] + [node.slots for node in tree.nodes()])
