@@ -49,7 +49,7 @@ class Tokenizer:
         self.eos_token_id: int | None = hf.eos_token_id
         added = hf.get_added_vocab()
         self.extra_stop_ids = frozenset(added[name] for name in _EXTRA_STOP_TOKENS if name in added)
-        self._adds_bos = self.bos_token_id is not None and self._encode("", True, True)[:1] == [self.bos_token_id]
+        self.adds_bos = self.bos_token_id is not None and self._encode("", True, True)[:1] == [self.bos_token_id]
         self._plain_backend: Backend | None = None
 
     @classmethod
@@ -82,7 +82,7 @@ class Tokenizer:
             ids = self._encode(text, add_special_tokens, parse_special)
         except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
             raise RequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
-        if add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]:
+        if add_special_tokens and self.adds_bos and ids[1:2] == [self.bos_token_id]:
             del ids[0]
         return ids
 
