@@ -88,6 +88,7 @@ class FakeModelRunner:
         slots = batch.out_cache_loc.numpy()
         assert slots.min() > 0 and rows.min() > 0, "slot 0 and row 0 belong to padding"
         assert len(np.unique(slots)) == len(slots), "two tokens of one step share a slot"
+        assert batch.seq_lens.tolist() == batch.seq_lens_cpu, "a launched batch was edited"
         self.cached_token[slots] = input_ids
         self.cached_position[slots] = batch.positions.numpy()
         sequences = []

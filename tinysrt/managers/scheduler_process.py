@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -108,7 +109,9 @@ def build_scheduler(
         # Config, generation config and tokenizer are edited by different people: any of their end tokens ends a run.
         eos_ids = eos_ids | tokenizer.stop_ids
     with progress_bar() as on_progress:
-        runner = ModelRunner(server_args, model_config, trace=trace, on_progress=on_progress)
+        runner = ModelRunner(
+            server_args, model_config, trace=trace, on_progress=partial(on_progress, "Loading the weights")
+        )
     page_size = server_args.page_size or 1
     limits = Limits(
         context_len=model_config.context_len,
@@ -137,7 +140,7 @@ def build_scheduler(
         "max_req_input_len": limits.max_req_input_len,
         "context_len": limits.context_len,
         "max_running_requests": limits.max_running_requests,
-        "dtype": str(model_config.dtype).removeprefix("torch."),
+        "dtype": str(runner.dtype).removeprefix("torch."),
         "eos_token_ids": sorted(eos_ids),
     }
     return scheduler, info
