@@ -4,19 +4,19 @@ The scheduler only knows this interface. `RadixCache` shares prefixes, `ChunkCac
 nothing; both take and give back slots and rows in the same five moments of a request's life:
 
     admitted        match_prefix ─ lock          the prefix found is pinned and copied into the row
-    chunk done      cache_unfinished             what was computed becomes visible to others
-    prefill done    cache_unfinished
+    chunk launched  cache_unfinished             what it computes becomes visible to others
+    last chunk      cache_unfinished
     finished        cache_finished               prompt and output stay behind, evictable
     retracted,
     aborted         cache_finished(insert=False) its own slots are freed at once
 
 Ownership along the row of a request, with page_size 4 (a page is one cell of ====):
 
-    position   0               16            23             30
+    position   0                   16       23      30
                |====|====|====|====|====|====|====|====|
-               ├── the tree's ─────┤── the request's ──┤
-                                   │         │         └ allocated_len: positions that have a slot
-                                   │         └ committed_len: positions whose KV is written by launched forwards
+               ├── the tree's ─────┼── the request's ──┤
+                                   │        │       └ allocated_len: positions that have a slot
+                                   │        └ committed_len: positions whose KV is written by launched forwards
                                    └ cache_protected_len: whole pages that the tree owns, pinned through last_node
 
 Everything from cache_protected_len on belongs to the request alone, whole pages, also the part of the last page that
@@ -78,7 +78,8 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def cache_unfinished(self, record: KVRecord, ids: np.ndarray) -> None:
-        """`ids`: all tokens whose KV is written so far. Publish their whole pages; the request goes on."""
+        """`ids`: all tokens whose KV is written by the forwards launched so far. Publish their whole pages; the
+        request goes on, with the next chunk or with decoding, at committed_len."""
 
     @abstractmethod
     def cache_finished(self, record: KVRecord, ids: np.ndarray, insert: bool = True) -> None:

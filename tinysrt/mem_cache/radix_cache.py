@@ -13,11 +13,13 @@ Publishing, when the request comes with positions 0 .. len(ids) (page_size 4):
                                 in the tree                    or freed (finished)
 
 Between `protected` and `existing` somebody else has published the same tokens since this request matched them: two
-equal prompts in one batch. The request's copies are freed and its row is rewritten to the tree's slots. A forward in
-flight may still read the old ones: it is safe, because whoever gets them next writes them in a later forward.
+equal prompts in one batch. The request's copies are freed and its row is rewritten to the tree's slots.
 
-The scheduler calls this when a result is processed (`managers/batch_result_processor.py`), between chunks, and for
-retract and abort. SGLang: `mem_cache/radix_cache.py`, `cache_unfinished_req` and `cache_finished_req`.
+KV that a launched forward is still going to write counts as there, and a slot that it still reads may be freed:
+forwards run in the order of their launch, so whoever finds the one or gets the other comes later. That is why the
+scheduler publishes a prompt, or a chunk of it, right after the launch (`managers/scheduler.py`, `run_batch`); the end
+of a request comes through `Req.release_kv`. SGLang: `mem_cache/radix_cache.py`, `cache_unfinished_req` and
+`cache_finished_req`, called when the result is processed.
 """
 
 from __future__ import annotations
