@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,9 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(self.token_bytes(i) for i in ids if i != END or not skip_special_tokens).decode(errors="replace")
+        return b"".join(self.token_bytes(i) for i in ids if i != END or not skip_special_tokens).decode(
+            errors="replace"
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"<end>" if token_id == END else bytes([token_id])
@@ -64,11 +66,15 @@ class FakeTokenizerManager:
         self.server_args = server_args
         self.script = Script()
         self.tokenizer = ByteTokenizer()
-        self.control = SimpleNamespace(status=ServerStatus.UP, model_info=lambda: {"model_path": server_args.model_path})
-        self.served_model_name = server_args.served_model_name
-        self.model_config = SimpleNamespace(
-            vocab_size=VOCAB_SIZE, context_len=512, generation_defaults={"temperature": 0.6, "top_p": 0.9}
+        self.control = SimpleNamespace(
+            status=ServerStatus.UP, model_info=lambda: {"model_path": server_args.model_path}
         )
+        self.served_model_name = server_args.served_model_name
+        self.preferred_params = server_args.preferred_sampling_params or {}
+        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, context_len=512)
+
+    def chat_sampling_defaults(self) -> dict[str, Any]:
+        return {"temperature": 0.6, "top_p": 0.9}
 
     def require_tokenizer(self) -> ByteTokenizer:
         return self.tokenizer
@@ -78,7 +84,7 @@ class FakeTokenizerManager:
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
         return SimpleNamespace(text=text, input_ids=self.tokenizer.encode(text))
 
-    async def generate_request(self, obj: GenerateReqInput, is_disconnected: Any = None) -> AsyncIterator[Any]:
+    async def generate_request(self, obj: GenerateReqInput) -> AsyncGenerator[Any, None]:
         script = self.script
         script.requests.append(obj)
         try:
@@ -163,7 +169,7 @@ def score(token_id: int) -> float:
 
 def top(token_id: int, prompt: Prompt) -> list[list[Any]]:
     """The chosen token first, then its neighbors."""
-    return [[score(token_id) - k, (token_id + k) % 256, None] for k in range(prompt.top_logprobs_num)]
+    return [[score(token_id) - k, (token_id + k) % VOCAB_SIZE, None] for k in range(prompt.top_logprobs_num)]
 
 
 def make_app(**flags: Any) -> tuple[FastAPI, FakeTokenizerManager]:

@@ -91,9 +91,7 @@ def test_a_stop_string_is_cut_and_named(server: Any) -> None:
 
 def test_the_models_own_sampling_defaults_apply_unless_said_otherwise(server: Any) -> None:
     chat(server)
-    assert server.script.requests[-1].sampling_params == {"max_new_tokens": None, "temperature": 0.6, "top_p": 0.9} | {
-        "skip_special_tokens": True
-    }
+    assert server.script.requests[-1].sampling_params == {"max_new_tokens": None, "temperature": 0.6, "top_p": 0.9}
     chat(server, temperature=0.1)
     assert server.script.requests[-1].sampling_params["temperature"] == 0.1
 
@@ -203,4 +201,6 @@ def test_extras_that_ask_for_nothing_are_taken(server: Any, extras: dict[str, An
 def test_unknown_fields_are_logged_in_one_line(server: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "tinysrt.entrypoints.openai_protocol"):
         server.http.post("/v1/chat/completions", json={"messages": USER, "new_thing": 1, "other": 2, "user": "u"})
-    assert [record.getMessage() for record in caplog.records] == ["Ignored unknown request fields: 'new_thing', 'other'"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Ignored unknown request fields: 'new_thing', 'other'"
+    ]

@@ -95,8 +95,9 @@ def error_type(status: int) -> str:
 
 def _respond(body: dict[str, Any], exc: RequestError) -> Response:
     response = json_response(body, exc.status)
-    if exc.status == 413:
-        response.headers["Connection"] = "close"  # the rest of the body is not going to be read
+    if exc.status in (413, 500):
+        # 413: the rest of the body is not going to be read. 500: Uvicorn closes after an exception; say so.
+        response.headers["Connection"] = "close"
     if exc.status == 503:
         response.headers["Retry-After"] = "1"
     return response

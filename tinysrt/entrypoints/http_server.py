@@ -104,6 +104,7 @@ def serve(server_args: ServerArgs) -> int:
 
 
 def _serve(server_args: ServerArgs, listener: socket.socket) -> int:
+    assert server_args.model_path is not None, "resolved"
     launched, tokenizer_manager = launch(server_args), None
     grace = 0.0  # until there is someone to tell the children that it is over
     try:

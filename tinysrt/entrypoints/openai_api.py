@@ -67,7 +67,6 @@ class OpenAIDoor:
         self.served_name = tokenizer_manager.served_model_name
         # SGLang's own clients say "default"; the path is what one types without --served-model-name.
         self.accepted_names = {self.served_name, server_args.model_path, "default", "", None}
-        self.preferred = server_args.preferred_sampling_params or {}
         self.started = int(time.time())
 
     # ---- models ----------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ class OpenAIDoor:
         asked = CompletionRequest.from_body(await read_object(request, self.server_args.max_request_bytes))
         self._check_model(asked.model)
         prompts, many = asked.prompts()
-        params = asked.sampling_params(self._unless_preferred({"max_new_tokens": DEFAULT_COMPLETION_TOKENS}))
+        params = asked.sampling_params(self._limit(DEFAULT_COMPLETION_TOKENS))
         rid = asked.rid or f"cmpl-{uuid.uuid4().hex}"
         prompt: Any = prompts if many else prompts[0]
         is_text = isinstance(prompts[0], str)
@@ -132,8 +131,9 @@ class OpenAIDoor:
         )
         rid = asked.rid or f"chatcmpl-{uuid.uuid4().hex}"
         generate = GenerateReqInput(
-            input_ids=rendered.input_ids,
-            sampling_params=asked.sampling_params(self._chat_defaults()),
+            input_ids=list(rendered.input_ids),
+            # Chat alone follows the model's generation_config.json, and has no limit but the context.
+            sampling_params=asked.sampling_params(self._limit(None) | self.tokenizer_manager.chat_sampling_defaults()),
             rid=rid,
             stream=asked.stream,
             return_logprob=asked.logprobs,
@@ -151,18 +151,11 @@ class OpenAIDoor:
             raise RequestError(message, param="chat_template_kwargs")
         return (self.server_args.default_chat_template_kwargs or {}) | kwargs
 
-    def _chat_defaults(self) -> dict[str, Any]:
-        """No limit but the context, and the model's own generation_config.json unless told otherwise."""
-        defaults: dict[str, Any] = {"max_new_tokens": None}
-        if self.server_args.sampling_defaults == "model":
-            defaults |= self.tokenizer_manager.model_config.generation_defaults
-        return self._unless_preferred(defaults)
-
-    def _unless_preferred(self, defaults: dict[str, Any]) -> dict[str, Any]:
-        """--preferred-sampling-params goes before an API's defaults; the TokenizerManager fills it in."""
-        return {name: value for name, value in defaults.items() if name not in self.preferred}
-
     # ---- both ------------------------------------------------------------------------------------
+
+    def _limit(self, tokens: int | None) -> dict[str, Any]:
+        """The API's own default; the operator's --preferred-sampling-params goes before it."""
+        return {} if "max_new_tokens" in self.tokenizer_manager.preferred_params else {"max_new_tokens": tokens}
 
     async def _answer(
         self, request: Request, asked: CommonRequest, reply: Reply, generate: GenerateReqInput

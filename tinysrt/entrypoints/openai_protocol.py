@@ -66,7 +66,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     rid: str | None = None
@@ -281,7 +281,7 @@ def _text(where: str, content: Any) -> str:
         if isinstance(kind, str) and kind not in ("text", "refusal"):
             message = f"'{where}': a part of type {kind[:64]!r} is not supported, this server reads text only."
             raise RequestError(message, param=where, code="unsupported_parameter")
-        text = part.get(kind) if isinstance(part, dict) and kind else None
+        text = part.get(kind) if isinstance(kind, str) else None
         if not isinstance(text, str):
             raise RequestError(f"'{where}' must be a string or a list of text parts.", param=where)
         texts.append(text)

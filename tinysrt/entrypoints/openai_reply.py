@@ -237,14 +237,14 @@ class CompletionReply(Reply):
         prompt = self.prompts[choice.index // self.asked.samples]
         if isinstance(prompt, str):
             return prompt
-        return self.tokenizer.decode(prompt, skip_special_tokens=self.asked.skip_special_tokens)
+        return self.tokenizer.decode(prompt, skip_special_tokens=self.asked.skip_special_tokens is not False)
 
     def _logprobs(self, choice: Choice, text: str, scores: Scores | None) -> dict[str, Any] | None:
         if scores is None:
             return None
         if choice.text_tokens is None:
             choice.text_tokens = TextTokens(self.tokenizer)
-        return choice.text_tokens.list(scores, text, finished=choice.finish is not None, tops=bool(self.asked.logprobs))
+        return choice.text_tokens.deal(scores, text, finished=choice.finish is not None, tops=bool(self.asked.logprobs))
 
 
 class TextTokens:
@@ -263,7 +263,7 @@ class TextTokens:
         self.text = ""  # not dealt out yet
         self.waiting: list[tuple[Entry, list[Entry], str]] = []  # tokens whose text is not here yet
 
-    def list(self, scores: Scores, text: str, *, finished: bool, tops: bool) -> dict[str, Any]:
+    def deal(self, scores: Scores, text: str, *, finished: bool, tops: bool) -> dict[str, Any]:
         self.text += text
         for entry, top in zip(scores.entries, scores.tops, strict=True):
             self.waiting.append((entry, top, self._shown(entry[1])))
