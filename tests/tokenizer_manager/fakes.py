@@ -16,7 +16,6 @@ from tinysrt.managers.server_control import ServerStatus
 from tinysrt.managers.text_worker import TextWorker
 from tinysrt.managers.tokenizer_manager import TokenizerManager
 from tinysrt.messages import (
-    AbortReq,
     BatchStrOut,
     FinishLength,
     FinishReason,
@@ -116,19 +115,6 @@ class FakeScheduler:
 
     def finish(self, request: TokenizedGenerateReqInput, text: str) -> None:
         self.say(request, text, FinishLength(length=len(text)))
-
-    async def serve(self) -> None:
-        """Answer everything for ever: the prompt backwards, one token a message, until max_new_tokens or aborted."""
-        aborted: dict[str, AbortReq] = {}
-        while True:
-            message = await self.receiver.receive()
-            if isinstance(message, TokenizedGenerateReqInput):
-                text = bytes(message.input_ids[::-1])[: message.sampling_params.max_new_tokens].decode()
-                for character in text[:-1]:
-                    self.say(message, character)
-                self.finish(message, text[-1:])
-            elif isinstance(message, AbortReq):
-                aborted[message.rid] = message
 
     def close(self) -> None:
         self.sender.close()

@@ -136,7 +136,7 @@ class ServerControl:
 
     async def health(self, timeout: float = HEALTH_TIMEOUT_S) -> bool:
         """True if a scheduler and a detokenizer answer. Starting and draining servers are not to be sent requests."""
-        if self.status in (ServerStatus.STARTING, ServerStatus.DRAINING):
+        if self._gone or self.status in (ServerStatus.STARTING, ServerStatus.DRAINING):
             return False
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._run_probe(timeout))
