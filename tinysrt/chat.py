@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         prog="tinysrt chat",
         description="Chat with a model. Without --url a server is started for it, and every flag of `tinysrt serve` "
         "may be given too.",
+        usage="%(prog)s [flags]",
         allow_abbrev=False,
     )
     parser.add_argument("--url", help="a running server, such as http://127.0.0.1:30000")
