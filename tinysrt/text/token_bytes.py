@@ -38,7 +38,7 @@ class DecoderRules:
     word_mark: str | None = None  # the character that stands for a space, "▁"
     byte_fallback: bool = False  # "<0x41>" is a byte
     leading_spaces: int = 0  # how many spaces at the start of a text are dropped
-    first_token_only: bool = False  # ... but only those of the first token
+    first_token_only: bool = False  # ... or rather every space of its first token
 
     @classmethod
     def read(cls, decoder: dict[str, Any] | None) -> DecoderRules | None:
@@ -124,8 +124,10 @@ class ByteStream:
         self._reader.decode(context[-3:].lstrip(_CONTINUATION_BYTES))  # it now holds an unfinished character, if any
 
     def feed(self, piece: bytes) -> str:
+        if not piece:
+            return ""  # an unknown id is no token, not even the first
         if self._spaces_to_drop:
-            kept = piece.lstrip(b" ") if self._first_token_only else _drop_spaces(piece, self._spaces_to_drop)
+            kept = piece.replace(b" ", b"") if self._first_token_only else _drop_spaces(piece, self._spaces_to_drop)
             self._spaces_to_drop = 0 if kept or self._first_token_only else self._spaces_to_drop - len(piece)
             piece = kept
         if not piece:
