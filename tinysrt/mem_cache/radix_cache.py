@@ -5,12 +5,12 @@ below must leave every slot with exactly one: the free list, the tree, or one re
 
 Publishing, when the request comes with positions 0 .. len(ids) (page_size 4):
 
-    position      0         protected     existing       aligned  len(ids)    allocated
+    position      0         protected      existing       aligned  len(ids)   allocated
                   |=============|=============|==============|======|===========|
-    before        the tree's    the request's ──────────────────────────────────▶
-    insert says   ├── known already ──────────┤── new: taken ┤ part of a page
-    after         the tree's    freed: another copy is        the request's still (unfinished),
-                                in the tree                    or freed (finished)
+    before        the tree's    ├── the request's own ─────────────────────────┤
+    insert says   ├── known already ──────────┼── new ───────┤
+    after         the tree's    freed         the tree's     the request's (unfinished)
+                                                             or freed (finished)
 
 Between `protected` and `existing` somebody else has published the same tokens since this request matched them: two
 equal prompts in one batch. The request's copies are freed and its row is rewritten to the tree's slots.
