@@ -69,7 +69,7 @@ class Sender:
 
     def __init__(self, context: zmq.Context, endpoint: str, *, bind: bool = False):
         # A zmq.asyncio context would make send() a coroutine; shadowing gives a plain socket on the same I/O threads.
-        self.socket = zmq.Context.shadow(context).socket(zmq.PUSH)
+        self.socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.PUSH)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         # A bound PUSH socket whose only peer has died would block for ever; raise zmq.Again instead.
         self.socket.setsockopt(zmq.SNDTIMEO, 1000)

@@ -95,7 +95,8 @@ class Engine:
         other field of `/generate` (`return_logprob`, `rid`, …). A RequestError says what is wrong with a request.
         """
         asked = _request(prompt, sampling_params, input_ids, stream, fields)
-        return self._stream(asked) if stream else self._run(self._whole(asked))
+        answers = self.tokenizer_manager.generate_request(asked)
+        return self._stream(answers) if stream else self._run(_whole(answers))
 
     async def async_generate(
         self,
@@ -108,14 +109,10 @@ class Engine:
     ) -> dict[str, Any] | list[dict[str, Any]] | AsyncIterator[dict[str, Any]]:
         """The same without blocking the caller's loop; `async for chunk in await engine.async_generate(…)`."""
         asked = _request(prompt, sampling_params, input_ids, stream, fields)
-        return self._async_stream(asked) if stream else await self._await(self._whole(asked))
-
-    async def _whole(self, asked: GenerateReqInput) -> Any:
-        async with aclosing(self.tokenizer_manager.generate_request(asked)) as answers:
-            return await anext(answers)
-
-    def _stream(self, asked: GenerateReqInput) -> Generator[dict[str, Any], None, None]:
         answers = self.tokenizer_manager.generate_request(asked)
+        return self._async_stream(answers) if stream else await self._await(_whole(answers))
+
+    def _stream(self, answers: AsyncGenerator[Any, None]) -> Generator[dict[str, Any], None, None]:
         try:
             while (answer := self._run(_next(answers))) is not _END:
                 yield answer
@@ -123,8 +120,7 @@ class Engine:
             if not self._closed:
                 self._run(answers.aclose())
 
-    async def _async_stream(self, asked: GenerateReqInput) -> AsyncGenerator[dict[str, Any], None]:
-        answers = self.tokenizer_manager.generate_request(asked)
+    async def _async_stream(self, answers: AsyncGenerator[Any, None]) -> AsyncGenerator[dict[str, Any], None]:
         try:
             while (answer := await self._await(_next(answers))) is not _END:
                 yield answer
@@ -196,7 +192,9 @@ class Engine:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
-def _request(prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> Any:
+def _request(
+    prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fields: dict[str, Any]
+) -> GenerateReqInput:
     refuse_unsupported_fields(fields)
     unknown = [name for name in fields if name not in GenerateReqInput.__struct_fields__]
     if unknown:
@@ -207,6 +205,11 @@ def _request(prompt: Any, sampling_params: Any, input_ids: Any, stream: bool, fi
 
 async def _call(function: Any) -> None:
     function()
+
+
+async def _whole(answers: AsyncGenerator[Any, None]) -> Any:
+    async with aclosing(answers):
+        return await anext(answers)
 
 
 async def _next(answers: AsyncGenerator[Any, None]) -> Any:
