@@ -21,18 +21,20 @@ from tinysrt.errors import RequestError, StartupError
 from tinysrt.managers.text_worker import TextWorker
 
 
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_fakes(monkeypatch, fakes.scheduler)
-    monkeypatch.setattr(engine_module.ModelConfig, "from_pretrained", lambda *args, **kwargs: MODEL_CONFIG)
-    monkeypatch.setattr(TextWorker, "load", lambda args: TextWorker(ByteTokenizer(), ChatLines()))  # type: ignore[arg-type]
+@pytest.fixture(autouse=True, scope="module")
+def no_model() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        launch_fakes(patch, fakes.scheduler)
+        patch.setattr(engine_module.ModelConfig, "from_pretrained", lambda *args, **kwargs: MODEL_CONFIG)
+        patch.setattr(TextWorker, "load", lambda args: TextWorker(ByteTokenizer(), ChatLines()))  # type: ignore[arg-type]
+        yield
 
 
-def launch_fakes(monkeypatch: pytest.MonkeyPatch, scheduler: processes.Entry) -> None:
-    monkeypatch.setattr(engine_module, "launch", lambda args: processes.launch(args, scheduler, fakes.detokenizer))
+def launch_fakes(patch: pytest.MonkeyPatch, scheduler: processes.Entry) -> None:
+    patch.setattr(engine_module, "launch", lambda args: processes.launch(args, scheduler, fakes.detokenizer))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine(model_path="fake", tp_size=1, log_level="warning") as engine:
         yield engine
@@ -132,10 +134,10 @@ def test_cancelling_an_async_request_aborts_it(engine: Engine):
 
 
 def test_shutdown_leaves_nothing_and_may_be_called_twice():
-    before = threading.active_count()
+    threads, others = threading.active_count(), children()
     engine = Engine(model_path="fake", log_level="warning")
     directory = engine._launched.ipc_names.directory
-    running = children()
+    running = [child for child in children() if child not in others]
     assert len(running) == 2 and os.path.isdir(directory)
     thread = threading.Thread(target=engine.generate, args=("slow",))
     thread.start()
@@ -145,14 +147,19 @@ def test_shutdown_leaves_nothing_and_may_be_called_twice():
     engine.shutdown()
     assert time.monotonic() - started < 4  # said goodbye, not killed after the grace time
     thread.join(5)
-    assert not thread.is_alive() and not children() and not os.path.exists(directory)
+    assert not thread.is_alive() and children() == others and not os.path.exists(directory)
     assert all(not process.is_running() for process in running)
-    wait_until(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= threads)
     with pytest.raises(RuntimeError, match="shut down"):
         engine.generate("a")
 
 
-def test_a_dead_scheduler_is_told_to_everyone(engine: Engine):
+def test_a_dead_scheduler_is_told_to_everyone():
+    with Engine(model_path="fake", log_level="warning") as engine:
+        everyone_is_told(engine)
+
+
+def everyone_is_told(engine: Engine) -> None:
     errors: list[Exception] = []
 
     def slow() -> None:
@@ -174,10 +181,11 @@ def test_a_dead_scheduler_is_told_to_everyone(engine: Engine):
 
 
 def test_a_failed_start_is_one_line_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    others = children()
     launch_fakes(monkeypatch, fakes.broken_scheduler)
     with pytest.raises(StartupError, match="no such model"):
         Engine(model_path="fake", log_level="warning")
-    assert not children()
+    assert children() == others
     with pytest.raises(StartupError, match="max_total_tokns"):
         Engine(model_path="fake", max_total_tokns=5)
 
