@@ -80,7 +80,9 @@ class ChatTemplate:
         self.name = name
         self.stop = stop or []
         self.variables = {"implicit_bos": tokenizer.hf.bos_token if tokenizer.adds_bos else "", **(variables or {})}
-        self._reserved = set(inspect.signature(tokenizer.hf.apply_chat_template).parameters) - {"documents", "kwargs"}
+        # What a request's chat_template_kwargs may not touch: they are for the template, not for its renderer.
+        renderer = inspect.signature(tokenizer.hf.apply_chat_template).parameters
+        self._reserved = {"messages", *renderer} - {"documents", "kwargs"}
         # Longest name first, so that no token hides one that it is the beginning of.
         tokens = sorted(tokenizer.special_tokens.items(), key=lambda item: -len(item[1].content))
         self._ids_by_name = {token.content: index for index, token in tokens}
