@@ -32,6 +32,18 @@ def byte_level() -> Tokenizer:
     return _wrap(backend, eos_token="<|im_end|>")
 
 
+def bytes_only() -> Tokenizer:
+    """Each id below 256 is that byte; 256 is a special end token. The tokenizer of the reference tables."""
+    from tinysrt.text.token_bytes import byte_level_alphabet
+
+    vocab = {char: byte for byte, char in enumerate(byte_level_alphabet())}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return _wrap(backend, eos_token="<end>")
+
+
 def pieces(*, metaspace_decoder: bool = False) -> Tokenizer:
     """As Llama 2 and Mistral: "▁" for a space, "<0xE4>" for a byte that no piece covers; adds a <s>."""
     trained = Backend(models.BPE())

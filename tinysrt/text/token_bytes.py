@@ -76,7 +76,7 @@ class TokenBytes:
         self.backend = backend
         self.rules = rules
         self._known: dict[int, bytes] = {}
-        self._byte_of_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
+        self._byte_of_char = {char: byte for byte, char in enumerate(byte_level_alphabet())}
 
     @classmethod
     def of_backend(cls, backend: Backend) -> TokenBytes | None:
@@ -161,7 +161,7 @@ def _drop_spaces(piece: bytes, limit: int) -> bytes:
     return piece[min(spaces, limit) :]
 
 
-def _byte_level_alphabet() -> list[str]:
+def byte_level_alphabet() -> list[str]:
     """GPT-2's 256 printable stand-ins: printable Latin-1 bytes stand for themselves, the others get U+0100 and on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
