@@ -100,18 +100,21 @@ class Launched:
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait for every child's "ready" and return the scheduler's. The first bad news ends the launch."""
-        waiting = list(self.children)
+        loading = list(self.children)
         try:
-            while waiting:
-                happened = wait([child.pipe for child in waiting] + [child.process.sentinel for child in waiting])
-                for child in list(waiting):
+            while loading:
+                # All ends, not only of those still loading: one that was ready first may die while the others load.
+                happened = wait([child.pipe for child in loading] + [child.process.sentinel for child in self.children])
+                for child in self.children:
                     # The pipe first: a child that sends its error and exits has something better to say.
-                    if child.pipe in happened or child.process.sentinel in happened:
+                    if child in loading and (child.pipe in happened or child.process.sentinel in happened):
                         ready = _read_ready(child)
-                        waiting.remove(child)
+                        loading.remove(child)
                         logger.debug("%s is ready: %s", child.name, ready)
                         if child.name == "scheduler":
                             self.scheduler_info = ready
+                    elif child.process.sentinel in happened:
+                        raise StartupError(_died_while_starting(child))
         except BaseException:  # KeyboardInterrupt too: nothing may stay behind
             self.stop(0.0)
             raise
@@ -208,7 +211,11 @@ def _read_ready(child: Child) -> dict[str, Any]:
         return message
     if message.get("status") == "error":
         raise StartupError(message["message"])
-    raise StartupError(f"the {child.name} process {child.how_it_ended()} while it was starting")
+    raise StartupError(_died_while_starting(child))
+
+
+def _died_while_starting(child: Child) -> str:
+    return f"the {child.name} process {child.how_it_ended()} while the server was starting"
 
 
 # ---- in the child ---------------------------------------------------------------------------------

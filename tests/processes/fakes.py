@@ -22,6 +22,12 @@ def ready_then_leaves(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connec
     time.sleep(0.5)
 
 
+def ready_then_killed(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection) -> None:
+    pipe.send({"status": "ready", "pid": os.getpid()})
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def loads_for_ever(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection) -> None:
     time.sleep(600)
 

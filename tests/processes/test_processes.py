@@ -71,9 +71,9 @@ def test_children_are_recognizable_in_ps() -> None:
         (fakes.raises_bug, "the scheduler process failed: ValueError: two lines of trouble"),
         (
             fakes.killed_while_loading,
-            "the scheduler process was killed by SIGKILL; out of memory? while it was starting",
+            "the scheduler process was killed by SIGKILL; out of memory? while the server was starting",
         ),
-        (fakes.leaves_without_a_word, "the scheduler process ended with exit code 0 while it was starting"),
+        (fakes.leaves_without_a_word, "the scheduler process ended with exit code 0 while the server was starting"),
     ],
 )
 def test_a_scheduler_that_fails_to_start_ends_the_launch_with_one_line(scheduler: Entry, message: str) -> None:
@@ -88,6 +88,13 @@ def test_a_scheduler_that_fails_to_start_ends_the_launch_with_one_line(scheduler
 
 def test_a_detokenizer_killed_while_the_scheduler_loads_ends_the_launch() -> None:
     launched = launch(ServerArgs(), fakes.loads_for_ever, fakes.killed_while_loading)
+    with pytest.raises(StartupError, match="the detokenizer process was killed by SIGKILL"):
+        launched.wait_ready()
+    assert_nothing_is_left(launched)
+
+
+def test_a_detokenizer_that_dies_after_its_ready_while_the_scheduler_loads_ends_the_launch() -> None:
+    launched = launch(ServerArgs(), fakes.loads_for_ever, fakes.ready_then_killed)
     with pytest.raises(StartupError, match="the detokenizer process was killed by SIGKILL"):
         launched.wait_ready()
     assert_nothing_is_left(launched)
