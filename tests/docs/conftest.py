@@ -44,16 +44,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def links() -> ModuleType:
-    return _hook("check_links")
+    return load(ROOT / "docs" / "_hooks" / "check_links.py")
 
 
 @pytest.fixture(scope="session")
 def symbols() -> ModuleType:
-    return _hook("symbols")
+    return load(ROOT / "docs" / "_hooks" / "symbols.py")
 
 
-def _hook(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_hooks_{name}", ROOT / "docs" / "_hooks" / f"{name}.py")
+@pytest.fixture(scope="session")
+def labs() -> ModuleType:
+    pytest.importorskip("jupytext", reason="the docs extra is not installed")
+    return load(ROOT / "labs" / "execute.py")
+
+
+def load(file: Path) -> ModuleType:
+    """A module that is no part of a package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up here
@@ -63,7 +70,7 @@ def _hook(name: str) -> ModuleType:
 
 NOTEBOOK = """{"cells": [
  {"cell_type": "markdown", "metadata": {}, "source": 
-  "# Lab\\n\\n{{ src:tinysrt.core.Seat }} [back](../index.md#a-chapter)"},
+  "# Lab\\n\\n[Seat](../tinysrt/core.py#Seat) [back](../docs/index.md#a-chapter)"},
  {"cell_type": "code", "execution_count": 1, "metadata": {}, "source": "1 + 1",
   "outputs": [{"output_type": "execute_result", "data": {"text/plain": "2"}, "metadata": {}, "execution_count": 1}]}
 ], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}"""

@@ -51,8 +51,9 @@ def render_seats(events: Sequence[Event]) -> Table:
     for column in ("step", "mode"):
         table.add_column(column, justify="right")
     seats_shown = [seat for seat in _SEATS if any(seat in event for event in steps)]
-    for column in (*seats_shown, "chunked_req"):
-        table.add_column(column, overflow="fold")
+    for seat in (*seats_shown, "chunked_req"):
+        # Names cut short, so that a row fits a terminal: waiting, new, running, cur, last, chunked.
+        table.add_column(seat.rsplit("_", 1)[0], overflow="fold")
     for column in ("free", "evictable"):
         table.add_column(column, justify="right", style="dim")
     for event in steps:

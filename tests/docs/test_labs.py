@@ -1,0 +1,47 @@
+"""Labs run, print what their notebooks show, and leave no process behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+LABS = sorted((Path(__file__).parents[2] / "labs").glob("[0-9][0-9]_*.py"))
+WITH_A_MODEL = ("01_",)
+
+
+def lab(source: Path) -> Any:
+    return pytest.param(source, id=source.stem, marks=pytest.mark.e2e if source.name.startswith(WITH_A_MODEL) else ())
+
+
+def cells(notebook: Any) -> list[tuple[str, str, list[str]]]:
+    return [(cell.cell_type, cell.source, cell.metadata.get("tags", [])) for cell in notebook.cells]
+
+
+def printed(cell: Any) -> list[Any]:
+    """What a cell showed; log lines on stderr may come in other pieces."""
+    outputs = cell.get("outputs", [])
+    streams = "".join(o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stdout")
+    return [streams, *(o["data"] for o in outputs if o["output_type"] != "stream")]
+
+
+@pytest.mark.parametrize("source", [pytest.param(path, id=path.stem) for path in LABS])
+def test_a_notebook_has_the_cells_of_its_source(source: Path, labs: ModuleType) -> None:
+    executed = labs.nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    assert cells(executed) == cells(labs.jupytext.read(source)), "run: python labs/execute.py"
+
+
+@pytest.mark.parametrize("source", [lab(path) for path in LABS])
+def test_a_lab_runs_and_prints_what_its_notebook_shows(source: Path, labs: ModuleType) -> None:
+    """Cells tagged `varies` (times, free memory) only have to run."""
+    before = set(psutil.Process().children(recursive=True))
+    again = labs.execute(source, timeout=240)
+    kept = labs.nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    for ours, theirs in zip(again.cells, kept.cells, strict=True):
+        if "varies" not in ours.metadata.get("tags", []):
+            assert printed(ours) == printed(theirs), f"this cell prints something else now:\n{ours.source}"
+    gone, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
+    assert left == []
