@@ -114,7 +114,7 @@ class Chat:
             self.console.print(" [dim](stopped)[/]", end="")
         except StartupError as error:  # this answer failed; the conversation goes on without it
             self.messages.pop()
-            self.console.print(f"[red]{error}[/]")
+            self.console.print(str(error), style="red", markup=False)
             return
         finally:
             events.close()  # type: ignore[attr-defined]  # a generator: closing it aborts the request
