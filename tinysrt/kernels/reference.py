@@ -98,10 +98,8 @@ def keep_top_k_top_p_min_p(sorted_probs: Tensor, top_k: Tensor, top_p: Tensor, m
     - min_p: at least min_p times the best probability.
     """
     rank = torch.arange(sorted_probs.shape[-1], device=sorted_probs.device)
-    mass_before = sorted_probs.cumsum(dim=-1) - sorted_probs
-    best = sorted_probs[:, :1]
-    # Rounding can leave the mass before the best token a hair above 0, so rank 0 is kept by name.
-    return (rank == 0) | ((rank < top_k) & (mass_before <= top_p) & (sorted_probs >= min_p * best))
+    mass_before = F.pad(sorted_probs.cumsum(dim=-1)[:, :-1], (1, 0))  # exactly 0 for the best token
+    return (rank < top_k) & (mass_before <= top_p) & (sorted_probs >= min_p * sorted_probs[:, :1])
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
