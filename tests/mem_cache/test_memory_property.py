@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 STEPS = 100
 EXAMPLES = 100  # times STEPS: 10,000 steps for each page size
+SIZE = {1: 32, 4: 64, 16: 160}  # small enough that memory runs short several times in each example
 step_bytes = st.binary(min_size=4 * STEPS, max_size=4 * STEPS)
 fixed = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
 
@@ -160,7 +161,7 @@ def test_memory_adds_up_after_every_step(new_memory, page_size):
     @fixed
     @given(step_bytes)
     def run(data: bytes) -> None:
-        play(new_memory(page_size, size=160 if page_size < 16 else 320, rows=5), data)
+        play(new_memory(page_size, size=SIZE[page_size], rows=5), data)
 
     run()
 
@@ -170,6 +171,6 @@ def test_memory_adds_up_without_sharing(new_memory, page_size):
     @settings(fixed, max_examples=20)
     @given(step_bytes)
     def run(data: bytes) -> None:
-        play(new_memory(page_size, size=160 if page_size < 16 else 320, rows=5, radix=False), data)
+        play(new_memory(page_size, size=SIZE[page_size], rows=5, radix=False), data)
 
     run()
