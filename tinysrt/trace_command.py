@@ -37,6 +37,7 @@ def main(argv: Sequence[str], engine_class: Callable[..., Any] | None = None) ->
     parser.add_argument("--from", dest="source", metavar="PATH", help="show this trace instead of running prompts")
     add_flags(parser)
     server_args, args = parse_with(parser, argv)
+    server_args.check()
     if bool(args.prompts) == (args.source is not None):
         parser.error("give at least one PROMPT, or --from PATH")
     console = Console()

@@ -115,7 +115,7 @@ def _serve(server_args: ServerArgs, listener: socket.socket) -> int:
             trust_remote_code=server_args.trust_remote_code,
             load_format=server_args.load_format,
         )
-        trace = Recorder("tokenizer_manager", server_args.trace_dir)
+        trace = Recorder("tokenizer", server_args.trace_dir)
         tokenizer_manager = TokenizerManager(server_args, launched.ipc_names, model_config=model_config, trace=trace)
         tokenizer_manager.control.scheduler_info = launched.wait_ready()
         server = HttpServer(build_app(tokenizer_manager, server_args), tokenizer_manager, server_args, listener)

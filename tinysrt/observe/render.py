@@ -18,7 +18,7 @@ from rich.text import Text
 from tinysrt.observe.merge import Event, rids
 
 _STYLES = {"tokenizer": "cyan", "scheduler": "green", "detokenizer": "magenta"}
-_SEATS = ("waiting_queue", "new_batch", "running_batch", "cur_batch", "last_batch")
+_SEATS = ("waiting_queue", "new_batch", "running_batch", "cur_batch")
 
 
 def render_request(events: Sequence[Event], rid: str) -> Table:
@@ -50,14 +50,13 @@ def render_seats(events: Sequence[Event]) -> Table:
     table = Table(title="seats, step by step", title_justify="left", box=None, pad_edge=False)
     for column in ("step", "mode"):
         table.add_column(column, justify="right")
-    seats_shown = [seat for seat in _SEATS if any(seat in event for event in steps)]
-    for seat in (*seats_shown, "chunked_req"):
-        # Names cut short, so that a row fits a terminal: waiting, new, running, cur, last, chunked.
+    for seat in (*_SEATS, "chunked_req"):
+        # Names cut short, so that a row fits a terminal: waiting, new, running, cur, chunked.
         table.add_column(seat.rsplit("_", 1)[0], overflow="fold")
     for column in ("free", "evictable"):
         table.add_column(column, justify="right", style="dim")
     for event in steps:
-        seats = [" ".join(names.get(rid, rid) for rid in event.get(seat) or ()) or "·" for seat in seats_shown]
+        seats = [" ".join(names.get(rid, rid) for rid in event.get(seat) or ()) or "·" for seat in _SEATS]
         chunked = event.get("chunked_req")
         seats.append(names.get(chunked, str(chunked)) if chunked else "·")
         numbers = [str(event.get(key, "")) for key in ("free_tokens", "evictable_tokens")]

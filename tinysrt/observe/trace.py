@@ -61,7 +61,7 @@ EVENTS: dict[str, EventKind] = {
     "step": EventKind(
         "scheduler",
         "the seats once get_next_batch_to_run has decided, and the memory",
-        ("step", "mode", "waiting_queue", "new_batch", "running_batch", "cur_batch", "last_batch", "chunked_req")
+        ("step", "mode", "waiting_queue", "new_batch", "running_batch", "cur_batch", "chunked_req")
         + ("free_tokens", "evictable_tokens", "protected_tokens"),
     ),
     "forward_launched": EventKind("scheduler", "the batch went to the worker", ("step", "mode", "rids", "tokens")),
