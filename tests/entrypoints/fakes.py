@@ -82,7 +82,7 @@ class FakeTokenizerManager:
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         self.script.rendered.append((messages, options))
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
-        return SimpleNamespace(text=text, input_ids=self.tokenizer.encode(text))
+        return SimpleNamespace(text=text, input_ids=self.tokenizer.encode(text), stop=[])
 
     async def generate_request(self, obj: GenerateReqInput) -> AsyncGenerator[Any, None]:
         script = self.script

@@ -130,10 +130,14 @@ class OpenAIDoor:
             template_kwargs=self._template_kwargs(asked),
         )
         rid = asked.rid or f"chatcmpl-{uuid.uuid4().hex}"
+        # Chat alone follows the model's generation_config.json, and has no limit but the context.
+        params = asked.sampling_params(self._limit(None) | self.tokenizer_manager.chat_sampling_defaults())
+        if rendered.stop:  # a JSON chat template brings its own
+            asked_for = params.get("stop") or []
+            params["stop"] = [*([asked_for] if isinstance(asked_for, str) else asked_for), *rendered.stop]
         generate = GenerateReqInput(
             input_ids=list(rendered.input_ids),
-            # Chat alone follows the model's generation_config.json, and has no limit but the context.
-            sampling_params=asked.sampling_params(self._limit(None) | self.tokenizer_manager.chat_sampling_defaults()),
+            sampling_params=params,
             rid=rid,
             stream=asked.stream,
             return_logprob=asked.logprobs,
