@@ -145,6 +145,22 @@ async def test_a_streamed_batch_carries_indices():
         assert [chunk["index"] for chunk in await task] == [1, 0]
 
 
+async def test_news_that_comes_while_another_answer_is_handed_on():
+    async with manager_and_scheduler() as (manager, scheduler):
+        answers = manager.generate_request(ask(["a", "b", "c"], stream=True))
+        first = asyncio.ensure_future(anext(answers))
+        requests = await scheduler.requests(3)
+        scheduler.send(BatchStrOut(outs=[scheduler.out(r, "x") for r in requests]))
+        chunks = [await first]
+        scheduler.finish(requests[1], "y")  # index 1 stands in line already, with its "x"
+        await asyncio.sleep(0.1)
+        chunks += [await anext(answers), await anext(answers)]
+        assert [(c["index"], c["text"]) for c in chunks] == [(0, "x"), (1, "xy"), (2, "x")]
+        for i in (0, 2):
+            scheduler.finish(requests[i], "z")
+        assert [(c["index"], c["text"]) for c in await collect(answers)] == [(0, "xz"), (2, "xz")]
+
+
 async def test_n_samples_follow_one_hidden_copy_of_the_prompt():
     async with manager_and_scheduler() as (manager, scheduler):
         params = {"n": 3, "sampling_seed": 40, "min_new_tokens": 2, "max_new_tokens": 4}

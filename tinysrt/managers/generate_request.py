@@ -274,7 +274,7 @@ def fit_length(prompt: Prompt, limits: LengthLimits) -> None:
     """Prompt and answer must fit the context. What the client did not itself ask for by number is clipped."""
     ids, params, field = prompt.ids, prompt.params, "input_ids" if prompt.text is None else "text"
     if not ids:
-        raise RequestError("The prompt is empty.", param=field)
+        raise RequestError(f"'{field}' holds an empty prompt.", param=field)
     limit = min(limits.context_len, limits.max_input_len)
     if len(ids) >= limit:
         if not limits.auto_truncate:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,20 +36,21 @@ class Waiter:
     """The coroutine behind one client call: woken when any of its samples has news."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
-    news: list[ReqState] = field(default_factory=list)  # each sample at most once
+    news: deque[ReqState] = field(default_factory=deque)  # each sample at most once, oldest news first
 
     async def wake_up(self) -> None:
         await self.event.wait()
         self.event.clear()
 
-    async def wait(self) -> list[ReqState]:
-        """The samples that have news, as soon as there are any (none after a wake-up for another reason)."""
-        if not self.news:
+    async def next_news(self) -> ReqState:
+        """The sample that has waited longest with its news. Taken one by one: while the caller hands on the answer of
+        one, news of another that still stands in line is added to what it has to say, and not announced twice
+        (test_news_that_comes_while_another_answer_is_handed_on)."""
+        while not self.news:
             await self.wake_up()
-        news, self.news = self.news, []
-        for state in news:
-            state.has_news = False
-        return news
+        state = self.news.popleft()
+        state.has_news = False
+        return state
 
 
 @dataclass

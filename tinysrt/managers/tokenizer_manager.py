@@ -89,7 +89,8 @@ class TokenizerManager:
         self.text = text or TextWorker.load(server_args)
         self.tokenizer, self.chat_template = self.text.tokenizer, self.text.chat_template
 
-        # SGLang draws seeds in the scheduler; drawn here, a sample carries its own and no batch can disturb it.
+        # Each sample carries a seed of its own, so no neighbor in a batch can change what it draws. (In SGLang a batch
+        # draws from one generator, unless --enable-deterministic-inference is on.)
         self._seeds = random.Random(server_args.random_seed)
         self.reply_to = ipc_names.tokenizer_input
         self._context = zmq.asyncio.Context()
@@ -249,22 +250,19 @@ class TokenizerManager:
         answers: list[Any] = [None] * len(states)
         running, started = len(states), False
         while running:
-            for state in await waiter.wait():
-                if state.index == HIDDEN:
-                    continue
-                finished = state.finish is not None
-                running -= finished
-                failure = state.failure()
-                if failure is not None and not started:
-                    raise failure
-                if not (batch.stream or finished):
-                    continue
-                answer = self._respond(state, batch)
-                if batch.stream:
-                    started = True
-                    yield answer
-                else:
-                    answers[state.index] = answer
+            state = await waiter.next_news()
+            if state.index == HIDDEN:
+                continue
+            finished = state.finish is not None
+            running -= finished
+            failure = state.failure()
+            if failure is not None and not started:
+                raise failure
+            if batch.stream:
+                started = True
+                yield self._respond(state, batch)
+            elif finished:
+                answers[state.index] = self._respond(state, batch)
         if not batch.stream:
             yield answers[0] if batch.is_single else answers
 
