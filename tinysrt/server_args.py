@@ -137,7 +137,7 @@ class ServerArgs:
 
     # ---- detokenizer ----
     detokenizer_worker_num: int = detok(1, "detokenizer processes", low=1, later=_WORKERS)
-    disable_tokenizer_batch_decode: bool = detok(False, "decode row by row", later=_LEFT_OUT)
+    disable_tokenizer_batch_decode: bool = detok(False, "decode row by row; tinysrt always does, so nothing changes")
 
     # ---- model and parallelism: the scheduler processes ----
     model_path: str | None = model(
