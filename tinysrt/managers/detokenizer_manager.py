@@ -16,8 +16,9 @@ Invariants (tests/detokenizer/):
 `DetokenizerManager` knows no socket: a message in, a message out. `run_detokenizer_process` is the process around it.
 
 SGLang (`managers/detokenizer_manager.py`) decodes a sliding window of tokens twice per step, batched over requests;
-here a step costs a table lookup per token, so there is nothing left to batch. Its table of states is bounded and
-forgets the oldest *live* request when full, which then loses text; ours is bounded by the live requests.
+here a step costs a table lookup per token, so there is nothing left to batch, and `--disable-tokenizer-batch-decode`
+asks for what happens anyway. Its table of states is bounded and forgets the oldest *live* request when full, which then
+loses text; ours is bounded by the live requests.
 """
 
 from __future__ import annotations
