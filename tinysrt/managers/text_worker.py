@@ -1,8 +1,8 @@
 """Text work beside the event loop: tokenizing, detokenizing, chat templates.
 
-A prompt of a megabyte takes a second to tokenize. On the loop, every stream of every client would stand still for
-it; so whoever needs text turned into ids, or back, asks here and awaits (tests/tokenizer_manager/
-test_text_worker.py). Two threads, so that one huge prompt does not hold up all others.
+A prompt of a megabyte takes seconds to tokenize. On the loop, every stream of every client would stand still for it;
+so whoever needs text turned into ids, or back, asks here and awaits
+(test_long_texts_are_tokenized_beside_the_loop). Two threads, so that one huge prompt does not hold up all others.
 
 SGLang tokenizes `/generate` on the loop and only renders chats in a thread.
 """
