@@ -279,7 +279,7 @@ class HttpServer(uvicorn.Server):
             path, body = "/generate", '{"input_ids": [10, 11, 12]}'
         else:
             path = "/v1/chat/completions"
-            body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+            body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
         url = f"{scheme}://{host}:{self.listener.getsockname()[1]}{path}"
         return f"curl {url} -H 'Content-Type: application/json' -d '{body}'"
 
