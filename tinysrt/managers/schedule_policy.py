@@ -53,8 +53,10 @@ class SchedulePolicy:
     def effective(self, waiting: int) -> str:
         return "fcfs" if self.name == "lpm" and waiting > LPM_QUEUE_LIMIT else self.name
 
-    def sort(self, waiting_queue: list[Req]) -> None:
+    def sort(self, waiting_queue: list[Req]) -> int:
+        """Returns how many, from the front, may be asked in this pass; the rest gain by waiting a step."""
         policy = self.effective(len(waiting_queue))
+        held_back = 0
         if policy == "lof":
             waiting_queue.sort(key=lambda req: -req.max_new_tokens)
         elif policy == "random":
@@ -62,12 +64,14 @@ class SchedulePolicy:
         elif policy in CACHE_AWARE_POLICIES and len(waiting_queue) > 1:
             matches = [self.tree.match_prefix(_matchable_ids(req), req.kv.namespace) for req in waiting_queue]
             last = deprioritized(waiting_queue, matches)
+            held_back = len(last)
             if policy == "lpm":
                 order = sorted(range(len(matches)), key=lambda i: (i in last, -len(matches[i].slots)))
             else:
                 order = _dfs_order(matches)
                 order = [i for i in order if i not in last] + [i for i in order if i in last]
             waiting_queue[:] = [waiting_queue[i] for i in order]
+        return len(waiting_queue) - held_back
 
 
 def _matchable_ids(req: Req) -> np.ndarray:
@@ -77,6 +81,8 @@ def _matchable_ids(req: Req) -> np.ndarray:
 def deprioritized(waiting_queue: list[Req], matches: list[MatchResult]) -> list[int]:
     """The in-batch prefix trick: indices of requests that share a prefix with an earlier waiting one and gain by
     waiting one step, until the first has computed it. Without it, n equal prompts arriving at once are n full prefills.
+    (SGLang sorts them last, and still runs them in the same step if the budget allows; here they do wait. Nobody
+    starves: what they wait for stands before them in the queue.)
     """
     waiting_prompts = RadixTree()  # of prompts only; its "slots" are never used
     last = []

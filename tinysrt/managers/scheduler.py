@@ -392,7 +392,7 @@ class Scheduler:
         if newcomers <= 0 and seats.chunked_req is None:
             running.is_full = True
             return None
-        self.policy.sort(waiting)
+        eligible = self.policy.sort(waiting)
         mixed = self._decode_batch_to_mix(seats)
         adder = PrefillAdder(
             self.memory,
@@ -407,7 +407,7 @@ class Scheduler:
             seats.chunked_req = adder.add_chunked_req(continuing)
             if seats.chunked_req is None:
                 continuing.move_to(ReqState.PREFILLING)
-        self._admit_from_queue(seats, adder, newcomers)
+        self._admit_from_queue(seats, adder, eligible, newcomers)
         if not adder.can_run_list:
             return None
         batch = ScheduleBatch.for_extend(adder.can_run_list, self.memory)
@@ -418,15 +418,15 @@ class Scheduler:
         self._log_prefill(batch, seats)
         return batch
 
-    def _admit_from_queue(self, seats: Seats, adder: PrefillAdder, newcomers: int) -> None:
-        """Ask the adder for one request after the other; the first refusal ends the pass."""
+    def _admit_from_queue(self, seats: Seats, adder: PrefillAdder, eligible: int, newcomers: int) -> None:
+        """Ask the adder for one request after the other, at most `newcomers`; the first refusal ends the pass."""
         waiting = seats.waiting_queue
         already = len(adder.can_run_list)
         # A chunk in progress uses up the chunk budget: newcomers get what its last chunk leaves.
         state = adder.budget_state() if already else AddReqResult.CONTINUE
         if seats.chunked_req is not None:
             return
-        for req in waiting:
+        for req in waiting[:eligible]:
             if state is not AddReqResult.CONTINUE:
                 break
             if len(adder.can_run_list) - already >= newcomers:
