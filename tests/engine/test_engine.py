@@ -133,7 +133,7 @@ def test_cancelling_an_async_request_aborts_it(engine: Engine):
     wait_until(lambda: engine.get_server_info()["internal_states"] == [{"running": 0}])
 
 
-def test_shutdown_leaves_nothing_and_may_be_called_twice():
+async def test_shutdown_leaves_nothing_and_may_be_called_twice():  # async: made where a loop runs, as in a notebook
     threads, others = threading.active_count(), children()
     engine = Engine(model_path="fake", log_level="warning")
     directory = engine._launched.ipc_names.directory
