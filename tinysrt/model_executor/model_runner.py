@@ -85,9 +85,7 @@ class ModelRunner:
         rows, self.table_width = self.max_running_requests + 1, model_config.context_len + TABLE_SLACK
         self.table = torch.zeros(rows, self.table_width, dtype=torch.int32, device=self.device)
         self.relay = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.attention = TorchNativeBackend(
-            self.kv_pool, self.table, model_config.num_heads, model_config.head_dim**-0.5
-        )
+        self.attention = TorchNativeBackend(self.kv_pool, self.table, model_config.head_dim**-0.5)
         self.sampler = Sampler(self.vocab_size, self.device)
 
     @torch.inference_mode()
