@@ -111,7 +111,7 @@ def random_params(draw_):
 def batches(draw_):
     n = draw_(st.integers(1, 6))
     params = [random_params(draw_) for _ in range(n)]
-    # Logits on a coarse grid never sit within rounding of a top-p border unless they tie, which both sides resolve by id.
+    # On a coarse grid equal logits are common (both sides rank them by id) and near-equal ones do not occur.
     logits = np.random.default_rng(draw_(st.integers(0, 2**32))).integers(-64, 64, (n, VOCAB)) / 16
     produced = [draw_(st.lists(st.integers(0, VOCAB - 1), max_size=6)) for _ in range(n)]
     return params, logits, produced

@@ -1,0 +1,160 @@
+"""torch_native against the reference attention on random ragged batches; the small kernels against their formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tinysrt.kernels import reference
+from tinysrt.mem_cache.memory_pool import KVPool
+from tinysrt.model_executor.attention import torch_native
+from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
+from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from tinysrt.model_executor.layers.linear import Linear, can_pack
+
+ROWS, WIDTH, KV_HEADS, DIM = 9, 300, 2, 8
+
+
+def attention_case(mode: ForwardMode, news: list[int], prefixes: list[int], group: int, seed: int):
+    """A pool with random KV for every visible position, NaN in every slot that nobody may read, and one batch."""
+    torch.manual_seed(seed)
+    lens = [new + prefix for new, prefix in zip(news, prefixes, strict=True)]
+    pool = KVPool(sum(lens) + 20, 1, 1, KV_HEADS, DIM, torch.float32, "cpu")
+    slots = torch.randperm(sum(lens) + 20) + 1
+    for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
+        buffer[1:] = float("nan")  # a stranger's slots; slot 0 is the dummy and finite
+    table = torch.zeros(ROWS, WIDTH, dtype=torch.int32)
+    rows = (torch.randperm(ROWS - 1)[: len(news)] + 1).tolist()
+    locs: list[int] = []
+    used = 0
+    for row, new, prefix in zip(rows, news, prefixes, strict=True):
+        mine = slots[used : used + new + prefix]
+        used += new + prefix
+        table[row, : new + prefix] = mine.int()
+        table[row, new + prefix :] = int(slots[-1])  # what an earlier request left behind: its KV is NaN
+        pool.k_buffer[0][mine[:prefix]] = torch.randn(prefix, KV_HEADS, DIM)
+        pool.v_buffer[0][mine[:prefix]] = torch.randn(prefix, KV_HEADS, DIM)
+        locs += mine[prefix:].tolist()
+    tokens = sum(news)
+    q = torch.randn(tokens, KV_HEADS * group, DIM)
+    k, v = torch.randn(2, tokens, KV_HEADS, DIM)
+    extend = mode is not ForwardMode.DECODE
+    batch = ForwardBatch(
+        forward_mode=mode,
+        step=0,
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        out_cache_loc=torch.tensor(locs),
+        req_pool_indices=torch.tensor(rows),
+        seq_lens=torch.tensor(lens),
+        seq_lens_cpu=lens,
+        extend_seq_lens=news if extend else [],
+        extend_prefix_lens=prefixes if extend else [],
+    )
+    return pool, table, batch, (q, k, v)
+
+
+def check_attention(mode, news, prefixes, group, seed, padded_size=None) -> None:
+    pool, table, batch, (q, k, v) = attention_case(mode, news, prefixes, group, seed)
+    backend = TorchNativeBackend(pool, table, DIM**-0.5)
+    got = backend.attend(0, q, k, v, backend.plan(batch, padded_size))
+    expected = reference.extend_attention(
+        q, pool.k_buffer[0], pool.v_buffer[0], table, batch.req_pool_indices, news, prefixes, DIM**-0.5
+    )
+    torch.testing.assert_close(got.view_as(expected), expected, rtol=1e-4, atol=1e-5)
+
+
+lengths = st.integers(0, 90)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(lengths, min_size=1, max_size=8), st.sampled_from([1, 3, 4]), st.integers(0, 99))
+def test_decode_equals_the_reference_whatever_the_lengths(prefixes, group, seed):
+    check_attention(ForwardMode.DECODE, [1] * len(prefixes), prefixes, group, seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=6),
+    st.sampled_from([1, 3]),
+    st.integers(0, 99),
+    st.sampled_from([4, 16, 128]),
+)
+def test_extend_equals_the_reference_whatever_the_lengths_and_blocks(requests, group, seed, block):
+    saved, torch_native.QUERY_BLOCK = torch_native.QUERY_BLOCK, block
+    try:
+        check_attention(ForwardMode.MIXED, [new for new, _ in requests], [old for _, old in requests], group, seed)
+    finally:
+        torch_native.QUERY_BLOCK = saved
+
+
+def test_lanes_padded_for_a_graph_attend_to_the_dummy_slot_only():
+    pool, table, batch, (q, k, v) = attention_case(ForwardMode.DECODE, [1] * 3, [5, 30, 2], 3, 1)
+    backend = TorchNativeBackend(pool, table, DIM**-0.5)
+    plain = backend.attend(0, q, k, v, backend.plan(batch))
+    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, 2))  # noqa: E731
+    padded_locs = torch.cat((batch.out_cache_loc, torch.zeros(2, dtype=torch.int64)))
+    plan = backend.plan(batch, padded_size=5)
+    plan = torch_native.Plan(padded_locs, plan.decode, plan.extend, plan.future)
+    padded = backend.attend(0, pad(q), pad(k), pad(v), plan)
+    torch.testing.assert_close(padded[:3], plain)
+    assert padded.isfinite().all()
+
+
+# ---- the small kernels -----------------------------------------------------------------------------
+
+
+def test_rms_norm_is_its_formula_and_head_norms_use_one_weight_row_each():
+    x, weight = torch.randn(5, 3, 16), torch.randn(3, 16)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected)
+    normed, residual = reference.add_rms_norm(x[:, 0], x[:, 1], weight[0], 1e-5)
+    torch.testing.assert_close(residual, x[:, 0] + x[:, 1])
+    torch.testing.assert_close(normed, reference.rms_norm(residual, weight[0], 1e-5))
+
+
+def test_rope_turns_pairs_and_keeps_their_length():
+    x, angle = torch.randn(4, 2, 6), torch.randn(4, 1, 3)
+    cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    rotated = reference.apply_rope(x, cos, sin)
+    first, second = x[..., :3], x[..., 3:]
+    torch.testing.assert_close(rotated[..., :3], first * angle.cos() - second * angle.sin())
+    torch.testing.assert_close(rotated[..., 3:], second * angle.cos() + first * angle.sin())
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_silu_and_mul_gates_the_right_half_with_the_left():
+    gate, up = torch.randn(2, 3, 4)
+    torch.testing.assert_close(reference.silu_and_mul(torch.cat((gate, up), -1)), gate * gate.sigmoid() * up)
+
+
+def test_decode_attention_is_extend_attention_of_one_token():
+    _, table, batch, (q, k, v) = (case := attention_case(ForwardMode.DECODE, [1] * 3, [4, 9, 0], 2, 3))
+    pool: KVPool = case[0]
+    pool.set_kv(0, batch.out_cache_loc, k, v)
+    out = reference.decode_attention(
+        q, pool.k_buffer[0], pool.v_buffer[0], table, batch.req_pool_indices, batch.seq_lens_cpu, 0.3
+    )
+    slots = table[batch.req_pool_indices[1], :10].long()
+    weights = (pool.k_buffer[0][slots, 1] @ q[1, 3] * 0.3).softmax(0)  # query head 3 reads KV head 1
+    torch.testing.assert_close(out[1, 3], weights @ pool.v_buffer[0][slots, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_and_plain_linear_agree(dtype, bias):
+    linear = Linear(48, [32, 16], bias=bias).to(dtype)
+    linear.weight.normal_()
+    if linear.bias is not None:
+        linear.bias.normal_()
+    inputs: list[Tensor] = [torch.randn(n, 48, dtype=dtype) for n in (1, 3, 33)]
+    plain = [linear(x) for x in inputs]
+    assert can_pack(linear.weight), "oneDNN is part of every CPU build"
+    linear.pack()
+    assert linear.packed is not None and linear.weight.numel() == 0
+    for x, expected in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(linear(x), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
