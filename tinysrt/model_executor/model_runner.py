@@ -129,14 +129,15 @@ class ModelRunner:
 
 def start_copy(output: SampleOutput) -> SampleOutput:
     """Start moving a step's results to pinned host memory; `to_host` waits for this step's event and nothing else."""
+    ready = torch.cuda.Event()
     moved = replace(
         output,
         next_token_ids=output.next_token_ids.to("cpu", non_blocking=True),
         output_scores=output.output_scores and output.output_scores.to("cpu", non_blocking=True),
         input_scores=output.input_scores and output.input_scores.to("cpu", non_blocking=True),
-        ready=torch.cuda.Event(),
+        ready=ready,
     )
-    moved.ready.record()
+    ready.record()  # after the copies, on the stream that makes them
     return moved
 
 
