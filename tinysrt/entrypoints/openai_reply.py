@@ -6,7 +6,7 @@ Everything here is a pure function of native outputs: no I/O, so that each shape
 
 Logprobs are shown in two ways. Chat lists tokens with their raw `bytes`, so that text can be rebuilt from them even
 where a token is half a character. Completions promise something else: joined `tokens` are exactly the text, and
-`text_offset` says where each begins; `TextTokens` keeps that promise (tests/entrypoints/test_openai_reply.py).
+`text_offset` says where each begins; `TextTokens` keeps that promise (tests/entrypoints/test_openai_completions.py).
 """
 
 from __future__ import annotations
