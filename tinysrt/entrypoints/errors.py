@@ -9,7 +9,8 @@ One `RequestError` (`tinysrt/errors.py`) becomes the body that the door's API pr
 `error_response` chooses by path, so that a 404 or a crash on a route answers in that route's own shape too.
 
 Invariant: a frame is one line. JSON may hold U+0085, U+2028 and U+2029 raw, but many line readers (the OpenAI
-SDK once did) split on them; `sse` writes them as escapes, which decode to the same text (tests/entrypoints/test_http_streams.py).
+SDK once did) split on them; `sse` writes them as escapes, which decode to the same text
+(tests/entrypoints/test_http_streams.py).
 
 SGLang's OpenAI errors are flat (`{"object": "error", "message", …}`), which the OpenAI SDK cannot take apart.
 """
