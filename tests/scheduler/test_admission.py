@@ -149,4 +149,4 @@ def test_ignore_eos_load_is_admitted_without_retracts() -> None:
     for i in range(20):
         engine.add(f"r{i}", list(range(i, i + 30)), max_new_tokens=60, ignore_eos=True)
     engine.run()
-    assert engine.scheduler.stats.retracted == 0
+    assert engine.scheduler.report.retracted == 0

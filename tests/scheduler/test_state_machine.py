@@ -1,7 +1,7 @@
 """The scheduler under random load: arrivals, aborts, flushes and pauses at any moment, under every switch.
 
-After each step every slot and row has one owner and every request sits in one seat; at the end every request was answered
-exactly once, with the tokens a model alone would have given it, and everything is free.
+After each step every slot and row has one owner and every request sits in one seat; at the end every request was
+answered exactly once, with the tokens a model alone would have given it, and everything is free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.late_worker import late_engine
 from tinysrt.bench.fake_model import FakeEngine, hashed_token
 from tinysrt.managers.req_state import ReqState
-from tinysrt.managers.scheduler import Seats
+from tinysrt.managers.seats import Seats
 from tinysrt.messages import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -47,7 +47,9 @@ SWITCHES = st.fixed_dictionaries(
 )
 
 
-def expected(prompt: list[int], max_new_tokens: int, stop_ids: list[int], ignore_eos: bool) -> tuple[list[int], FinishReason]:
+def expected(
+    prompt: list[int], max_new_tokens: int, stop_ids: list[int], ignore_eos: bool
+) -> tuple[list[int], FinishReason]:
     """What a model alone, without any scheduler, gives."""
     ids, stops = list(prompt), [] if ignore_eos else [EOS, *stop_ids]
     output: list[int] = []
@@ -102,7 +104,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies: int,
     ) -> None:
         prompt = [(base * 17 + i) % VOCAB for i in range(shared)] + own
-        scores = {} if logprob_start is None else {"return_logprob": True, "logprob_start_len": min(logprob_start, len(prompt))}
+        scores = (
+            {}
+            if logprob_start is None
+            else {"return_logprob": True, "logprob_start_len": min(logprob_start, len(prompt))}
+        )
         for _ in range(copies):
             rid = f"r{len(self.requests)}"
             self.requests[rid] = (prompt, max_new_tokens, stop_ids, ignore_eos)
@@ -157,7 +163,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = {req.rid for req in seats.waiting_queue}
         running = {req.rid for req in seats.running_batch.reqs if not req.is_over()}
         last = seats.last_batch
-        prefilled = {req.rid for req in last.reqs if not req.is_over()} if last and last.forward_mode.is_extend() else set()
+        prefilled = (
+            {req.rid for req in last.reqs if not req.is_over()} if last and last.forward_mode.is_extend() else set()
+        )
         chunked = {seats.chunked_req.rid} if seats.chunked_req else set()
         in_flight = {req.rid for flight in self.engine.scheduler.in_flight for req in flight.reqs}
         live = self.engine.scheduler.live
@@ -196,7 +204,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.memory.pool.available_size() == scheduler.limits.max_running_requests
         engine.close()
 
-    def check_answer(self, rid: str, request: tuple[list[int], int, list[int], bool], refusal: FinishAbort | None) -> None:
+    def check_answer(
+        self, rid: str, request: tuple[list[int], int, list[int], bool], refusal: FinishAbort | None
+    ) -> None:
         prompt, max_new_tokens, stop_ids, ignore_eos = request
         outs = self.engine.outbox.outs.get(rid, [])
         finishes = [out.meta.finish for out in outs if out.meta.finish is not None]

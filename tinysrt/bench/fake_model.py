@@ -19,13 +19,14 @@ import numpy as np
 
 from tinysrt.managers.overlap_worker import OverlapWorker
 from tinysrt.managers.schedule_batch import StepMemory
-from tinysrt.managers.scheduler import Limits, Scheduler, StepInputs
+from tinysrt.managers.scheduler import Scheduler
+from tinysrt.managers.seats import Limits, StepInputs
 from tinysrt.managers.tp_worker import TpWorker
 from tinysrt.mem_cache.allocator import make_allocator
 from tinysrt.mem_cache.chunk_cache import ChunkCache
 from tinysrt.mem_cache.memory_pool import ReqToTokenPool
 from tinysrt.mem_cache.radix_cache import RadixCache
-from tinysrt.messages import BatchTokenIDOut, Message, TokenizedGenerateReqInput, TokenIDOut
+from tinysrt.messages import BatchTokenIDOut, Message, TokenIDOut, TokenizedGenerateReqInput
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.step_result import InputScores, StepResult
 from tinysrt.observe.trace import Recorder
@@ -193,6 +194,7 @@ class FakeEngine:
                 eos_ids=eos_ids,
                 capacity=max_total_num_tokens,
                 page_size=page_size,
+                max_queued_requests=args.max_queued_requests,
             ),
             inbox=self.inbox,
             outbox=self.outbox,

@@ -3,9 +3,9 @@
     StepResult ─▶ BatchResultProcessor.process ─▶ per request: append_token → finish? → release KV
                                                 └▶ OutputStreamer ─▶ BatchTokenIDOut ─▶ DetokenizerManager
 
-A launched step is remembered as an `InFlight`: the requests as they were at launch. With overlap the world may have moved
-on when its result arrives: a request that has ended meanwhile is skipped, and its extra token thrown away. (A request
-cannot have been retracted meanwhile: the scheduler retracts only when nothing is in flight.)
+A launched step is remembered as an `InFlight`: the requests as they were at launch. With overlap the world may have
+moved on when its result arrives: a request that has ended meanwhile is skipped, and its extra token thrown away. (A
+request cannot have been retracted meanwhile: the scheduler retracts only when nothing is in flight.)
 
 Invariant: a request's final message is sent exactly once, by the transition that ends it.
 Source: SGLang `managers/scheduler_output_processor_mixin.py`.
@@ -125,7 +125,8 @@ class BatchResultProcessor:
         return len(result.next_token_ids[lane])
 
     def end(self, req: Req, reason: FinishReason) -> None:
-        """The one way out for a request that holds KV or has produced something: KV goes to the tree or the free list."""
+        """The one way out for a request that holds KV or has produced something: KV goes to the tree or the free
+        list."""
         # A prompt that stopped half way in its chunks has published what it computed already.
         req.release_kv(self.tree, insert=req.state is ReqState.RUNNING)
         req.end(reason)

@@ -174,7 +174,8 @@ class Req:
 
     def ends_with_launched_steps(self) -> bool:
         """True once the forwards launched so far will produce its last allowed token: no further decode is needed.
-        The forward that commits position p yields the token at p+1, so committed_len - prompt_len + 1 are on the way."""
+        The forward that commits position p yields the token at p+1, so committed_len - prompt_len + 1 are on the
+        way."""
         return self.kv.committed_len - self.prompt_len + 1 >= self.max_new_tokens
 
     def end(self, reason: FinishReason) -> None:
@@ -199,7 +200,8 @@ class Req:
 
 @dataclass
 class ScheduleBatch:
-    """The requests of one step, in lane order. `running_batch` is one that lives on; a prefill is one that merges into it.
+    """The requests of one step, in lane order. `running_batch` is one that lives on; a prefill is one that merges into
+    it.
 
     forward_mode      what the next launch of this batch does
     seq_lens          (B,) int64, tokens per sequence once that forward has run
@@ -241,9 +243,7 @@ class ScheduleBatch:
     def filter_over(self, excluding: Req | None = None) -> bool:
         """Drop requests that have ended, were retracted, or are `excluding`; True if any left."""
         before = len(self.reqs)
-        self.keep(
-            [r for r in self.reqs if r is not excluding and r.state in (ReqState.PREFILLING, ReqState.RUNNING)]
-        )
+        self.keep([r for r in self.reqs if r is not excluding and r.state in (ReqState.PREFILLING, ReqState.RUNNING)])
         return len(self.reqs) < before
 
     def merge(self, other: ScheduleBatch) -> None:
@@ -270,7 +270,9 @@ class ScheduleBatch:
         new_pages = sum(-(-end // page) - -(-prefix // page) for prefix, end in zip(prefix_lens, ends, strict=True))
         memory.make_room(new_pages * page)
         slots = allocator.alloc_extend(prefix_lens, ends, last_locs)
-        assert slots is not None, f"admission promised room for {sum(ends) - sum(prefix_lens)} tokens: {memory.report()}"
+        assert slots is not None, (
+            f"admission promised room for {sum(ends) - sum(prefix_lens)} tokens: {memory.report()}"
+        )
         start = 0
         for req in reqs:
             assert req.kv.row is not None
@@ -356,9 +358,7 @@ class ScheduleBatch:
             logprob=self._logprob_spec(num_extends),
         )
 
-    def _sampling_info(
-        self, seq_lens: list[int], num_extends: int, vocab_size: int, device: Any
-    ) -> SamplingBatchInfo:
+    def _sampling_info(self, seq_lens: list[int], num_extends: int, vocab_size: int, device: Any) -> SamplingBatchInfo:
         if self.sampling_statics is None:
             self.sampling_statics = SamplingBatchInfo.for_requests(
                 [req.params for req in self.reqs],

@@ -5,8 +5,8 @@
          └──────────────────────────────────────────────────────────────────────────────┘
 
 A request sits in exactly one of six seats (`Seats`). A new one travels waiting_queue → new_batch = cur_batch →
-last_batch → running_batch; a decoding one goes running_batch → cur_batch → running_batch, step after step; a long prompt
-being cut into chunks stays in chunked_req until its last chunk.
+last_batch → running_batch; a decoding one goes running_batch → cur_batch → running_batch, step after step; a long
+prompt being cut into chunks stays in chunked_req until its last chunk.
 
 `event_loop_normal` and `event_loop_overlap` are the same three verbs in another order:
 
@@ -17,33 +17,33 @@ so with overlap scheduling does not know the tokens of the step before. Three ru
 
 - *Order.* Forwards run in launch order. A slot may be freed, handed out again or published in the tree as soon as the
   forward that uses it is launched: whoever reads it next runs later.
-- *Lengths are known, tokens are not.* Input ids come from the relay on the device; a request that will end by length with
-  the steps already launched is not decoded again; one that ends by a stop token runs one step too many, and that token
-  is dropped (`BatchResultProcessor`).
+- *Lengths are known, tokens are not.* Input ids come from the relay on the device; a request that will end by length
+  with the steps already launched is not decoded again; one that ends by a stop token runs one step too many, and that
+  token is dropped (`BatchResultProcessor`).
 - *Scarcity waits.* Before anything is retracted, flushed or paused, what is in flight is processed first.
 
-This file holds no I/O: messages come from an `Inbox` and leave through an `Outbox`; `scheduler_process.py` connects them
-to sockets. Source: SGLang `managers/scheduler.py`.
+This file holds no I/O: messages come from an `Inbox` and leave through an `Outbox`; `scheduler_process.py` connects
+them to sockets. Source: SGLang `managers/scheduler.py`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tinysrt.errors import RequestError
 from tinysrt.managers.batch_result_processor import BatchResultProcessor, InFlight, OutputStreamer
 from tinysrt.managers.req_state import ReqState
+from tinysrt.managers.request_intake import make_req
 from tinysrt.managers.schedule_batch import Req, ScheduleBatch, StepMemory
 from tinysrt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from tinysrt.managers.scheduler_report import SchedulerReport
+from tinysrt.managers.seats import Inbox, Limits, Outbox, Seats, StepInputs
 from tinysrt.managers.tp_worker import Worker
 from tinysrt.mem_cache.ownership import check_ownership
 from tinysrt.messages import (
     AbortReq,
-    BatchTokenIDOut,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
     FinishAbort,
@@ -53,7 +53,6 @@ from tinysrt.messages import (
     GetInternalStateReqOutput,
     HealthCheckOutput,
     LoadSnapshot,
-    Message,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     ShutdownReq,
@@ -62,8 +61,6 @@ from tinysrt.messages import (
 from tinysrt.model_executor.forward_batch_info import ForwardMode
 from tinysrt.observe.trace import Recorder
 from tinysrt.server_args import ServerArgs
-from tinysrt.text.incremental import CONTEXT_TOKENS, IncrementalDecoder
-from tinysrt.text.stop import StopMatcher
 from tinysrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,73 +73,6 @@ NEW_TOKEN_RATIO_DECAY_STEPS = 600
 # After a retract the survivors get room for so many steps each, so that the next one is not immediate.
 RETRACT_DECODE_STEPS = 20
 LOAD_SNAPSHOT_INTERVAL = 15  # decode steps
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """Everything from outside that this step may depend on, as one value that rank 0 can broadcast."""
-
-    now: float  # seconds, time.monotonic()
-    messages: list[Message]
-
-
-class Inbox(Protocol):
-    def receive(self, *, block: bool) -> StepInputs:
-        """All messages that are here; with `block`, wait until there is one (or it is time to look around)."""
-
-
-class Outbox(Protocol):
-    def to_detokenizer(self, message: BatchTokenIDOut) -> None: ...
-
-    def to_tokenizer(self, message: Message, reply_to: str | None = None) -> None:
-        """`reply_to` None: whoever is there (load snapshots)."""
-
-
-@dataclass
-class Seats:
-    """Where a request can sit. One object, so that a pipeline can hold one per microbatch.
-
-    waiting_queue  not started, or retracted; re-sorted by the policy each time a prefill is built
-    new_batch      this step's prefill; think prefill_batch
-    running_batch  prefilled, decoding; think decode_batch. Who is retracted is taken from here
-    cur_batch      what this step launches: new_batch if there is one, else running_batch
-    last_batch     the step before's cur_batch; a prefill in it joins running_batch at the start of this step
-    chunked_req    the one request between chunks: in neither the queue nor running_batch, but holding a row and KV
-    """
-
-    waiting_queue: list[Req] = field(default_factory=list)
-    new_batch: ScheduleBatch | None = None
-    running_batch: ScheduleBatch = field(default_factory=ScheduleBatch)
-    cur_batch: ScheduleBatch | None = None
-    last_batch: ScheduleBatch | None = None
-    chunked_req: Req | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for, fixed at start-up. Tokens."""
-
-    context_len: int
-    max_running_requests: int
-    vocab_size: int
-    eos_ids: frozenset[int]
-    capacity: int  # KV pool
-    page_size: int
-
-    @property
-    def max_req_len(self) -> int:
-        """Prompt and output together."""
-        return min(self.context_len - 1, self.capacity - 1)
-
-    @property
-    def max_req_input_len(self) -> int:
-        return self.max_req_len - 5
-
-    def clip_max_new_tokens(self, input_len: int, wanted: int | None) -> int:
-        """How many tokens a prompt of this length may produce; negative: it does not fit at all."""
-        rounded = -(-input_len // self.page_size) * self.page_size
-        room = min(self.max_req_len - input_len - 1, self.capacity - rounded - self.page_size - 1)
-        return room if wanted is None else min(wanted, room)
 
 
 class Scheduler:
@@ -195,7 +125,7 @@ class Scheduler:
         self.paused = False
         self.pending_flush: tuple[float, FlushCacheReqInput] | None = None
         self.pending_health_checks: list[tuple[str, str]] = []  # (rid, reply_to)
-        self.stats = StepStats()
+        self.report = SchedulerReport(memory, limits, server_args.decode_log_interval)
 
     # ---- the loops --------------------------------------------------------------------------------
 
@@ -206,6 +136,7 @@ class Scheduler:
     def event_loop_overlap(self) -> None:
         while self.running:
             self.step_overlap(self.recv_requests())
+        self.drain()
 
     def step_normal(self, inputs: StepInputs) -> None:
         self.process_input_requests(inputs)
@@ -233,7 +164,7 @@ class Scheduler:
 
     def recv_requests(self) -> StepInputs:
         """What arrived; blocks while there is nothing to do. The scheduler never spins."""
-        nothing_to_do = self.paused or not self.live
+        nothing_to_do = self.paused or (not self.live and self.report.idle)
         return self.inbox.receive(block=nothing_to_do and not self.in_flight and self.pending_flush is None)
 
     # ---- messages ---------------------------------------------------------------------------------
@@ -255,7 +186,6 @@ class Scheduler:
                 case GetInternalStateReq():
                     self.outbox.to_tokenizer(GetInternalStateReqOutput(internal_state=self.state()), message.reply_to)
                 case ShutdownReq():
-                    self.drain()
                     self.running = False
                 case _:
                     raise TypeError(f"the scheduler got a {type(message).__name__}")
@@ -272,57 +202,21 @@ class Scheduler:
             self.pending_health_checks.append((message.rid, message.reply_to))
             return
         try:
-            self._refuse_what_cannot_run(message)
-            decoder, matcher = self._stop_search(message)
+            if message.rid in self.live:
+                raise RequestError(f"A request with rid {message.rid!r} is already running.", param="rid")
+            req = make_req(
+                message, self.limits, self.tokenizer, waiting=len(self.seats.waiting_queue), arrival=self.arrivals
+            )
         except RequestError as error:
             err_type = "ServiceUnavailable" if error.status == 503 else "BadRequestError"
             finish = FinishAbort(error.message, error.status, err_type)
             self.outbox.to_tokenizer(AbortReq(rid=message.rid, finish=finish), message.reply_to)
             return
-        params = message.sampling_params
-        req = Req(
-            message,
-            eos_ids=self.limits.eos_ids,
-            max_new_tokens=self.limits.clip_max_new_tokens(len(message.input_ids), params.max_new_tokens),
-            decoder=decoder,
-            stop_matcher=matcher,
-            arrival=self.arrivals,
-        )
         self.arrivals += 1
         self.live[req.rid] = req
         self.seats.waiting_queue.append(req)
         if self.trace.on:
             self.trace.event("queued", rid=req.rid, prompt_len=req.prompt_len, waiting=len(self.seats.waiting_queue))
-
-    def _refuse_what_cannot_run(self, message: TokenizedGenerateReqInput) -> None:
-        length = len(message.input_ids)
-        if message.rid in self.live:
-            raise RequestError(f"A request with rid {message.rid!r} is already running.", param="rid")
-        if length > self.limits.max_req_input_len or self.limits.clip_max_new_tokens(length, None) < 0:
-            raise RequestError(
-                f"The prompt has {length} tokens; this server can take at most {self.limits.max_req_input_len} "
-                "(--context-length and --max-total-tokens set the limit)."
-            )
-        queue_limit = self.args.max_queued_requests
-        if queue_limit is not None and len(self.seats.waiting_queue) >= queue_limit:
-            raise RequestError("The request queue is full.", status=503)
-
-    def _stop_search(
-        self, message: TokenizedGenerateReqInput
-    ) -> tuple[IncrementalDecoder | None, StopMatcher | None]:
-        """Stop strings are looked for in text: such a request is decoded here too, with the detokenizer's own class."""
-        params = message.sampling_params
-        if not params.stop and not params.stop_regex:
-            return None, None
-        if self.tokenizer is None:
-            raise RequestError("Stop strings need a tokenizer; this server runs with --skip-tokenizer-init.", param="stop")
-        decoder = IncrementalDecoder(
-            self.tokenizer,
-            message.input_ids[-CONTEXT_TOKENS:],
-            params.skip_special_tokens,
-            params.spaces_between_special_tokens,
-        )
-        return decoder, StopMatcher(params.stop, params.stop_regex)
 
     def abort(self, message: AbortReq) -> None:
         """End the request of this name, or all of its batch; names match whole. In every state the same way: at once.
@@ -356,13 +250,13 @@ class Scheduler:
     def get_next_batch_to_run(self, seats: Seats) -> Seats:
         """Prefill first: if a prefill can be built it runs, else the decoding requests do. Fills `cur_batch`."""
         seats.new_batch = seats.cur_batch = None
-        if self.paused:
+        if self.paused or not self.running:
             return seats
         self.merge_last_batch(seats)
         seats.new_batch = self.get_new_batch_prefill(seats)
         seats.cur_batch = seats.new_batch or self.update_running_batch(seats)
         if self.trace.on and seats.cur_batch is not None:
-            self.trace.event("step", **self._seats_for_trace(seats))
+            self.trace.event("step", **self.report.seats_for_trace(seats, self.forward_count + 1))
         return seats
 
     def merge_last_batch(self, seats: Seats) -> None:
@@ -415,7 +309,7 @@ class Scheduler:
             mixed.prepare_for_decode(self.memory)
             batch.mix_with_decode(mixed)
             seats.running_batch = ScheduleBatch()
-        self._log_prefill(batch, seats)
+        self.report.log_prefill(batch, seats)
         return batch
 
     def _admit_from_queue(self, seats: Seats, adder: PrefillAdder, eligible: int, newcomers: int) -> None:
@@ -484,7 +378,7 @@ class Scheduler:
         return running
 
     def _drop_those_that_end(self, running: ScheduleBatch) -> None:
-        """A request that ends by length with what is already launched needs no more decoding; its result finishes it."""
+        """Who ends by length with what is already launched needs no more decoding; its result finishes it."""
         running.keep([req for req in running.reqs if not req.ends_with_launched_steps()])
 
     def retract(self, seats: Seats) -> None:
@@ -508,7 +402,8 @@ class Scheduler:
             (last,) = running.reqs
             running.keep([])
             self.end_with_abort(
-                last, FinishAbort(f"The KV pool is too small for this request: {self.memory.report()}.", 500, "OutOfMemory")
+                last,
+                FinishAbort(f"The KV pool is too small for this request: {self.memory.report()}.", 500, "OutOfMemory"),
             )
         produced = sum(len(req.output_ids) + RETRACT_DECODE_STEPS for req in running.reqs)
         allowed = sum(req.max_new_tokens for req in running.reqs) + 1
@@ -525,7 +420,7 @@ class Scheduler:
     def _send_back(self, seats: Seats, req: Req) -> Req:
         req.reset_for_retract(self.memory.tree)
         seats.waiting_queue.append(req)
-        self.stats.retracted += 1
+        self.report.retracted += 1
         if self.trace.on:
             self.trace.event("retracted", rid=req.rid, output_len=len(req.output_ids))
         return req
@@ -565,10 +460,10 @@ class Scheduler:
         for rid, reply_to in self.pending_health_checks:
             self.outbox.to_tokenizer(HealthCheckOutput(rid=rid), reply_to)
         self.pending_health_checks.clear()
-        self.stats.count(flight.forward_mode, tokens)
+        self.report.count(flight.forward_mode, tokens)
         if flight.forward_mode is ForwardMode.DECODE:
-            self._log_decode()
-        if flight.forward_mode.is_extend() or self.stats.decode_steps % LOAD_SNAPSHOT_INTERVAL == 0:
+            self.report.log_decode(self.seats, self.now)
+        if flight.forward_mode.is_extend() or self.report.decode_steps % LOAD_SNAPSHOT_INTERVAL == 0:
             self.outbox.to_tokenizer(self.load_snapshot())
         if self.args.debug_invariants:
             self.check_invariants()
@@ -587,17 +482,17 @@ class Scheduler:
         """No batch ran and none is in flight."""
         if self.live and not self.paused:
             self._reject_what_can_never_run()
-        if self.live or self.stats.idle:
+        if self.live or self.report.idle:
             return
-        self.stats.idle = True
+        self.report.idle = True
         self.new_token_ratio = self.init_new_token_ratio
         self.seats.running_batch.is_full = False
         self.check_invariants()
         self.outbox.to_tokenizer(self.load_snapshot())
 
     def _reject_what_can_never_run(self) -> None:
-        """Nothing runs, and still the first waiting request was refused. Its size was checked on arrival, so this is our
-        own bug; its client gets an answer all the same, and the queue moves on."""
+        """Nothing runs, and still the first waiting request was refused. Its size was checked on arrival, so this is
+        our own bug; its client gets an answer all the same, and the queue moves on."""
         if not self.seats.waiting_queue or not self.seats.running_batch.is_empty() or self.seats.last_batch is not None:
             return
         req = self.seats.waiting_queue[0]
@@ -682,103 +577,17 @@ class Scheduler:
         )
 
     def load_snapshot(self) -> LoadSnapshot:
-        waiting = self.seats.waiting_queue
-        return LoadSnapshot(
-            num_running_reqs=len(self.live) - len(waiting),
-            num_waiting_reqs=len(waiting),
-            num_waiting_uncached_tokens=sum(req.num_tokens for req in waiting),
-            num_used_tokens=self.used_tokens(),
-            max_total_num_tokens=self.limits.capacity,
-            max_running_requests=self.limits.max_running_requests,
-            gen_throughput=self.stats.throughput(self.now),
-            cache_hit_rate=self.stats.cache_hit_rate,
-        )
-
-    def used_tokens(self) -> int:
-        """Cached tokens that nobody holds count as unused."""
-        return self.limits.capacity - self.memory.available()
+        return self.report.load_snapshot(len(self.live), self.seats, self.now)
 
     def state(self) -> dict[str, Any]:
-        """For /server_info."""
         return {
-            "num_running_reqs": len(self.live) - len(self.seats.waiting_queue),
-            "num_waiting_reqs": len(self.seats.waiting_queue),
-            "num_used_tokens": self.used_tokens(),
-            "num_cached_tokens": self.memory.tree.evictable_size() + self.memory.tree.protected_size(),
-            "max_total_num_tokens": self.limits.capacity,
-            "effective_max_running_requests_per_dp": self.limits.max_running_requests,
-            "last_gen_throughput": round(self.stats.last_throughput, 2),
+            **self.report.internal_state(len(self.live), self.seats),
             "new_token_ratio": round(self.new_token_ratio, 4),
-            "num_retracted_reqs": self.stats.retracted,
             "forward_count": self.forward_count,
             "paused": self.paused,
-        }
-
-    def _log_prefill(self, batch: ScheduleBatch, seats: Seats) -> None:
-        new = batch.reqs[: len(batch) - batch.num_decode_lanes]
-        cached = sum(req.prefix_len for req in new)
-        computed = sum(req.extend_len for req in new)
-        self.stats.cache_hit_rate = cached / max(1, cached + computed)
-        logger.info(
-            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, #queue-req: %d",
-            len(new), computed, cached, self.used_tokens() / self.limits.capacity, len(seats.running_batch),
-            len(seats.waiting_queue),
-        )  # fmt: skip
-
-    def _log_decode(self) -> None:
-        if self.stats.decode_steps % self.args.decode_log_interval == 0:
-            logger.info(
-                "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, #queue-req: %d",
-                len(self.seats.running_batch), self.used_tokens(), self.used_tokens() / self.limits.capacity,
-                self.stats.throughput(self.now), len(self.seats.waiting_queue),
-            )  # fmt: skip
-
-    def _seats_for_trace(self, seats: Seats) -> dict[str, Any]:
-        assert seats.cur_batch is not None
-
-        def rids(reqs: list[Req]) -> list[str]:
-            return [req.rid for req in reqs]
-
-        return {
-            "step": self.forward_count + 1,
-            "mode": seats.cur_batch.forward_mode.name,
-            "waiting_queue": rids(seats.waiting_queue),
-            "new_batch": rids(seats.new_batch.reqs) if seats.new_batch else [],
-            "running_batch": rids(seats.running_batch.reqs),
-            "cur_batch": rids(seats.cur_batch.reqs),
-            "chunked_req": seats.chunked_req.rid if seats.chunked_req else None,
-            "free_tokens": self.memory.allocator.available_size(),
-            "evictable_tokens": self.memory.tree.evictable_size(),
-            "protected_tokens": self.memory.tree.protected_size(),
         }
 
 
 def order_of(batch: ScheduleBatch, wanted: list[Req]) -> list[Req]:
     """`wanted`, in the batch's lane order."""
     return [req for req in batch.reqs if req in wanted]
-
-
-@dataclass
-class StepStats:
-    """Counters for logs and load reports; nothing is decided by them."""
-
-    decode_steps: int = 0
-    retracted: int = 0
-    cache_hit_rate: float = 0.0
-    last_throughput: float = 0.0
-    idle: bool = True
-    _tokens: int = 0
-    _since: float = 0.0
-
-    def count(self, mode: ForwardMode, tokens: int) -> None:
-        self.idle = False
-        self._tokens += tokens
-        if mode is ForwardMode.DECODE:
-            self.decode_steps += 1
-
-    def throughput(self, now: float) -> float:
-        """Output tokens a second since the last call; a call within the same instant repeats the last figure."""
-        if now > self._since:
-            self.last_throughput = self._tokens / (now - self._since) if self._since else 0.0
-            self._tokens, self._since = 0, now
-        return self.last_throughput

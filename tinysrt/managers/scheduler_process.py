@@ -2,7 +2,8 @@
 
     model config ─▶ weights ─▶ KV pool ─▶ rows, allocator, tree ─▶ worker ─▶ "ready" ─▶ event loop
 
-The order is SGLang's: the pool gets what the weights leave, and the tree needs the pool. (The seeds build the tree first.)
+The order is SGLang's: the pool gets what the weights leave, and the tree needs the pool. (The seeds build the tree
+first.)
 
 A watchdog thread ends the process if a forward hangs: with work to do and no step for `--watchdog-timeout` seconds it
 dumps every thread's stack and exits, and the parent takes the server down. Source: SGLang `scheduler.py`
@@ -27,7 +28,8 @@ import zmq
 from tinysrt.ipc import IpcNames, Receiver, Sender
 from tinysrt.managers.overlap_worker import OverlapWorker
 from tinysrt.managers.schedule_batch import StepMemory
-from tinysrt.managers.scheduler import Limits, Scheduler, StepInputs
+from tinysrt.managers.scheduler import Scheduler
+from tinysrt.managers.seats import Limits, StepInputs
 from tinysrt.managers.tp_worker import TpWorker
 from tinysrt.mem_cache.allocator import make_allocator
 from tinysrt.mem_cache.chunk_cache import ChunkCache
@@ -120,6 +122,7 @@ def build_scheduler(
         eos_ids=eos_ids,
         capacity=runner.max_total_num_tokens,
         page_size=page_size,
+        max_queued_requests=server_args.max_queued_requests,
     )
     pool = ReqToTokenPool(runner.max_running_requests, runner.table_width)
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
