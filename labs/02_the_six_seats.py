@@ -32,7 +32,7 @@
 # %%
 import inspect
 
-from tinysrt.managers.scheduler import Seats
+from tinysrt.managers.seats import Seats
 
 print(inspect.getsource(Seats))
 
@@ -147,7 +147,7 @@ e.add("a", list(range(1, 9)), max_new_tokens=20)
 show(e, 1)
 e.add("b", list(range(11, 18)), max_new_tokens=20)
 show(e, 1)
-while e.scheduler.stats.retracted == 0:
+while e.scheduler.state()["num_retracted_reqs"] == 0:
     produced = {rid: len(e.output_ids(rid)) for rid in "ab"}
     e.step()
 print("sent back:", names(e.scheduler.seats.waiting_queue), "| produced until then:", produced)
@@ -262,7 +262,7 @@ def check_pool(pool):
         e.step()
         e.add("b", list(range(11, 18)), max_new_tokens=20)
         e.run()
-        return e.scheduler.stats.retracted
+        return e.scheduler.state()["num_retracted_reqs"]
 
     if retracted(pool):
         return f"not yet: with {pool} slots somebody is retracted"

@@ -123,27 +123,29 @@ def _diagram(name: str, root: Path) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
+def _numbered(files: Files, folder: str) -> list[tuple[int, str, str]]:
+    """(number, title, uri) of the chapters or labs that exist, in their order; the title is the first heading."""
+    found = []
+    for file in sorted(files.documentation_pages(), key=lambda file: file.src_uri):
+        if file.src_uri.startswith(f"{folder}/"):
+            title = re.search(r"^# (.+)$", file.content_string, re.M)
+            found.append((int(posixpath.basename(file.src_uri)[:2]), title[1] if title else file.name, file.src_uri))
+    return found
+
+
 def _course(files: Files) -> str:
-    """The chapters and labs that exist, by number and title (their first heading)."""
-    lines: list[str] = []
-    for folder in ("chapters", "labs"):
-        for file in sorted(files.documentation_pages(), key=lambda file: file.src_uri):
-            if file.src_uri.startswith(f"{folder}/"):
-                number = int(posixpath.basename(file.src_uri)[:2])
-                title = re.search(r"^# (.+)$", file.content_string, re.M)
-                label = f"{number}." if folder == "chapters" else f"Lab {number}."
-                lines.append(f"| {label} | [{title[1] if title else file.name}]({file.src_uri}) |")
-        lines.append("")
-    return "\n".join(["| | |", "|---:|---|", *[line for line in lines if line]]) + "\n"
+    lines = [f"| {number}. | [{title}]({uri}) |" for number, title, uri in _numbered(files, "chapters")]
+    lines += [f"| Lab {number}. | [{title}]({uri}) |" for number, title, uri in _numbered(files, "labs")]
+    return "\n".join(["| | |", "|---:|---|", *lines]) + "\n"
 
 
 def _navigation(files: Files) -> list[Any]:
     """Pages in the order of the course; chapters and labs by their number, whatever exists."""
+    sections: dict[str, list[Any]] = {"Start": ["index.md", "how-to-read.md"]}
+    for section, folder in (("Course", "chapters"), ("Labs", "labs")):
+        sections[section] = [{f"{number}. {title}": uri} for number, title, uri in _numbered(files, folder)]
     uris = sorted(file.src_uri for file in files.documentation_pages() if file.inclusion.is_in_nav())
-    front = [uri for uri in ("index.md", "how-to-read.md") if uri in uris]
-    chapters = [uri for uri in uris if uri.startswith("chapters/")]
-    labs = [uri for uri in uris if uri.startswith("labs/")]
-    source = [{"Source": "source/index.md"}]
-    reference = [uri for uri in uris if uri not in {*front, *chapters, *labs, "source/index.md"}]
-    sections = {"Course": chapters, "Labs": labs, "Reference": reference + source}
-    return [{"Start": front}] + [{title: pages} for title, pages in sections.items() if pages]
+    rest = [uri for uri in uris if "/" not in uri and uri not in sections["Start"]]
+    sections["Reference"] = [*rest, {"Source": "source/index.md"}]
+    sections["Start"] = [uri for uri in sections["Start"] if uri in uris]
+    return [{title: pages} for title, pages in sections.items() if pages]
