@@ -23,6 +23,7 @@ from rich.console import Console
 
 from tinysrt.client import is_up, stream
 from tinysrt.errors import StartupError
+from tinysrt.processes import ask_kernel_to_die_with_parent
 from tinysrt.server_args_cli import parse
 
 HELP = "/new forgets the conversation, /system TEXT sets the system message, /quit (or Ctrl-D) leaves."
@@ -142,9 +143,11 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "tinysrt.launch_server", "--enable-cache-report", "--log-level", "warning"]
-    # A session of its own: Ctrl-C in the chat stops an answer, not the server.
     server = subprocess.Popen(
-        [*command, *flags, "--host", "127.0.0.1", "--port", str(port)], start_new_session=True, stdin=subprocess.DEVNULL
+        [*command, *flags, "--host", "127.0.0.1", "--port", str(port)],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the chat stops an answer, not the server
+        preexec_fn=ask_kernel_to_die_with_parent,  # a closed terminal window ends the chat without a word
     )
     url = f"http://127.0.0.1:{port}"
     try:

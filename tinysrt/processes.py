@@ -249,11 +249,17 @@ def _one_line(name: str, error: Exception) -> str:
     return text if isinstance(error, StartupError) else f"the {name} process failed: {type(error).__name__}: {text}"
 
 
+def ask_kernel_to_die_with_parent() -> None:
+    """This process gets SIGKILL when the thread that started it ends. Linux only; elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _die_with_parent(ipc_names: IpcNames, *, ask_kernel: bool) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a spawned child"
-    if ask_kernel and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if ask_kernel:
+        ask_kernel_to_die_with_parent()
 
     def watch_parent() -> None:
         wait([parent.sentinel])  # a pipe that the parent holds open; it ends with the parent, however that dies

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tinysrt.processes import ask_kernel_to_die_with_parent
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, STOP_SECONDS = 240.0, 60.0  # a loaded two-core machine; alone it takes ten and one
@@ -43,7 +44,7 @@ class Server:
             stdout=subprocess.DEVNULL,
             stderr=open(self.log, "w"),
             env=os.environ | {"TMPDIR": str(self.sockets)},
-            start_new_session=True,
+            preexec_fn=ask_kernel_to_die_with_parent,  # also when the test run is killed
         )
         self.family: list[psutil.Process] = []
 
@@ -105,5 +106,5 @@ class Server:
 
     def __exit__(self, *exc_info: object) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.wait()
