@@ -23,7 +23,8 @@
 # - say where its time goes, and compute time to first token from a trace,
 # - tell from a trace whether a prefix came from the cache, and whether steps overlap.
 #
-# Before it: chapter 2. It needs the demo model (92 MB, fetched once by `tinysrt demo-model`) and takes a minute.
+# Before it: [chapter 2](../docs/chapters/02-journey.md). It needs the demo model (92 MB, fetched once by `tinysrt
+# demo-model`) and takes a minute.
 
 # %% [markdown]
 # ## A recorded run
