@@ -28,9 +28,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream takes x in; the next block reads its normalized form. Returns (normed, new residual)."""
-    residual = x + residual
-    return rms_norm(residual, weight, eps), residual
+    """The residual stream takes x in; the next block reads its normalized form. Returns (normed, new residual).
+
+    residual and weight are float32, x and normed the model's dtype. Sixty bf16 roundings of the stream would double the
+    error of the logits, enough to change greedy answers of a small model; the additions cost next to nothing.
+    """
+    residual = residual + x
+    return rms_norm(residual, weight, eps).to(x.dtype), residual
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

