@@ -70,7 +70,7 @@ class Child:
         code = self.process.exitcode or 0
         if code >= 0:
             return f"ended with exit code {code}"
-        hint = "; out of memory?" if -code == signal.SIGKILL else ""
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{hint}"
 
 

@@ -137,7 +137,9 @@ def test_a_killed_child_takes_the_server_down_and_nobody_hangs(server: Server, v
     next(events)
     server.child(victim).kill()
     rest = list(events)
-    assert "error" in json.loads(rest[-2]) and rest[-1] == "[DONE]"
+    reason = json.loads(rest[-2])["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort" and reason["status_code"] == 503 and victim in reason["message"]
+    assert rest[-1] == "[DONE]"
     assert server.exit_code() == 1
     assert f"the {victim} process was killed by SIGKILL" in server.log.read_text()
     assert server.leftovers() == []

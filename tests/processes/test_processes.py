@@ -71,7 +71,7 @@ def test_children_are_recognizable_in_ps() -> None:
         (fakes.raises_bug, "the scheduler process failed: ValueError: two lines of trouble"),
         (
             fakes.killed_while_loading,
-            "the scheduler process was killed by SIGKILL; out of memory? while the server was starting",
+            "the scheduler process was killed by SIGKILL (out of memory?) while the server was starting",
         ),
         (fakes.leaves_without_a_word, "the scheduler process ended with exit code 0 while the server was starting"),
     ],
