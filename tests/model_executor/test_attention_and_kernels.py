@@ -15,6 +15,7 @@ from tinysrt.model_executor.attention import torch_native
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from tinysrt.model_executor.layers.linear import Linear, can_pack
+from tinysrt.model_executor.layers.lm_head import LMHead
 
 ROWS, WIDTH, KV_HEADS, DIM = 9, 300, 2, 8
 
@@ -158,3 +159,18 @@ def test_packed_and_plain_linear_agree(dtype, bias):
     assert linear.packed is not None and linear.weight.numel() == 0
     for x, expected in zip(inputs, plain, strict=True):
         torch.testing.assert_close(linear(x), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_the_best_logits_of_a_bfloat16_head_are_exact():
+    """In bf16 the two best logits of a row often fall on one number, and their ids would decide."""
+    torch.manual_seed(4)
+    head = LMHead(64, [500]).bfloat16()
+    head.weight.normal_()
+    hidden = torch.randn(6, 64, dtype=torch.bfloat16)
+    exact = hidden.float() @ head.weight.float().T
+    head.pack(keep_weight=True)
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    best = exact.topk(3).indices
+    torch.testing.assert_close(logits.gather(1, best), exact.gather(1, best))
+    torch.testing.assert_close(logits, exact, rtol=1e-2, atol=1e-2)
