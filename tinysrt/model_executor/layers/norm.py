@@ -21,5 +21,5 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(residual + x), residual + x). The residual stream runs beside the blocks, not through them: in float32."""
+        """(norm(residual + x), residual + x). The residual stream runs beside the blocks, in float32."""
         return add_rms_norm(x, residual, self.weight, self.eps)
