@@ -65,6 +65,15 @@ class Flag:
     def spellings(self, name: str) -> list[str]:
         return [name.replace("_", "-"), *self.also]
 
+    @property
+    def state(self) -> str:
+        """For help and atlas: empty if the flag does what it says."""
+        if self.later:
+            return f"arrives with {self.later}"
+        if self.later is None:
+            return ""
+        return "always so" if self.now == (True,) else "left out"
+
 
 def _flag(group: str, default: Any, help: str, **rest: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(group, default, help, **rest)})
@@ -137,7 +146,7 @@ class ServerArgs:
 
     # ---- detokenizer ----
     detokenizer_worker_num: int = detok(1, "detokenizer processes", low=1, later=_WORKERS)
-    disable_tokenizer_batch_decode: bool = detok(False, "decode row by row; tinysrt always does, so nothing changes")
+    disable_tokenizer_batch_decode: bool = detok(False, "decode row by row", later=_LEFT_OUT, now=(True,))
 
     # ---- model and parallelism: the scheduler processes ----
     model_path: str | None = model(
@@ -205,7 +214,7 @@ class ServerArgs:
         "length", "who gives up its memory first", choices=("length", "priority"), later=_LEFT_OUT)
     watchdog_timeout: float = memory(300.0, "seconds after which a forward counts as hung and ends the server")
     soft_watchdog_timeout: float | None = memory(None, "seconds after which stacks are dumped", later=_LEFT_OUT)
-    sleep_on_idle: bool = memory(False, "nothing to ask for: an idle tinysrt sleeps", later=_LEFT_OUT, now=(True,))
+    sleep_on_idle: bool = memory(False, "an idle scheduler sleeps instead of spinning", later=_LEFT_OUT, now=(True,))
 
     # ---- graphs ----
     cuda_graph_max_bs_decode: int | None = graph(

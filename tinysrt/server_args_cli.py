@@ -61,9 +61,7 @@ def help_text(flag: Flag) -> str:
     """One line: what the flag does, its default, and whether it is here yet. The atlas says the same in columns."""
     default = f"auto: {flag.auto}" if flag.auto else "unset" if flag.default is None else f"default {flag.default}"
     text = flag.help if flag.default is False else f"{flag.help} ({default})"
-    if flag.later is None:
-        return text
-    return f"{text} [arrives with {flag.later}]" if flag.later else f"{text} [left out]"
+    return f"{text} [{flag.state}]" if flag.state else text
 
 
 def config_file_values(path: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ underscores) or a line of the YAML file given with `--config`; what is typed win
 flag are accepted. Numbers marked *human* may be typed `8k` (8,000), `1.5M` or `4Ki` (4,096); case matters.
 
 *Auto* is a value that {{ src:tinysrt.server_args.ServerArgs.resolve }} computes once at start-up; `/server_info` shows
-the result. A flag whose last column names something is known but not here yet: any value that would ask for it is
-refused by name at start-up.
+the result. A flag with a *state* is known but not here yet, or left out: a value that would ask for it is refused by name
+at start-up.
 """
 
 LAST = """\
@@ -40,7 +40,7 @@ def render() -> str:
     parts = [INTRODUCTION]
     for group in GROUPS:
         rows = [_row(name, flag) for name, flag in flags().items() if flag.group == group]
-        parts.append(f"## {group}\n\n| Flag | Value | Default | What it does | Arrives with |\n|---|---|---|---|---|\n")
+        parts.append(f"## {group}\n\n| Flag | Value | Default | What it does | State |\n|---|---|---|---|---|\n")
         parts[-1] += "\n".join(rows) + "\n"
     short = ", ".join(f"`{short}`" for short in SGLANG_NAMES)
     return "\n".join([*parts, LAST.format(short=short)])
@@ -49,8 +49,7 @@ def render() -> str:
 def _row(name: str, flag: Flag) -> str:
     spellings = ", ".join(f"`--{spelling}`" for spelling in flag.spellings(name))
     default = f"auto: {flag.auto}" if flag.auto else _default(flag.default)
-    later = "" if flag.later is None else flag.later or "(left out)"
-    return f"| {spellings} | {_value(name, flag)} | {default} | {flag.help} | {later} |"
+    return f"| {spellings} | {_value(name, flag)} | {default} | {flag.help} | {flag.state} |"
 
 
 def _default(value: object) -> str:
