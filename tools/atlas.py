@@ -23,8 +23,8 @@ underscores) or a line of the YAML file given with `--config`; what is typed win
 flag are accepted. Numbers marked *human* may be typed `8k` (8,000), `1.5M` or `4Ki` (4,096); case matters.
 
 *Auto* is a value that {{ src:tinysrt.server_args.ServerArgs.resolve }} computes once at start-up; `/server_info` shows
-the result. A flag with a *state* is known but not here yet, or left out: a value that would ask for it is refused by name
-at start-up.
+the result. A flag with a *state* is known but not here yet, or left out: a value that would ask for it is refused by
+name at start-up.
 """
 
 LAST = """\
