@@ -38,6 +38,7 @@ from tinysrt.text.incremental import CONTEXT_TOKENS
 
 # A request that does not stream is still reported every so many tokens: the TokenizerManager notices a disconnect.
 NON_STREAM_INTERVAL = 50
+NAN_HAPPENED = FinishStop(matched="NaN happened")  # the sampler found no number in a row's logits
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class BatchResultProcessor:
                 scores.token_ids.append(_pick(result.output_token_ids, lane, k))
             if self.trace.on:
                 self.trace.event("appended", rid=req.rid, token=token, output_len=len(req.output_ids))
-            reason = FinishStop(matched="NaN happened") if is_nan else finish_reason(req, token)
+            reason = NAN_HAPPENED if is_nan else finish_reason(req, token)
             if reason is not None:
                 self.end(req, reason)
                 return k + 1
@@ -127,8 +128,9 @@ class BatchResultProcessor:
     def end(self, req: Req, reason: FinishReason) -> None:
         """The one way out for a request that holds KV or has produced something: KV goes to the tree or the free
         list."""
-        # A prompt that stopped half way in its chunks has published what it computed already.
-        req.release_kv(self.tree, insert=req.state is ReqState.RUNNING)
+        # A prompt that stopped half way in its chunks has published what it computed already. NaN is not for sharing.
+        share = req.state is ReqState.RUNNING and reason != NAN_HAPPENED
+        req.release_kv(self.tree, insert=share)
         req.end(reason)
         self.on_end(req)
         if self.trace.on:
