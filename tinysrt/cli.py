@@ -98,14 +98,18 @@ def demo_model(argv: Sequence[str]) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """measure a part by itself: scheduler, radix"""
+    """measure a part by itself: scheduler, radix, overlap"""
     parser = argparse.ArgumentParser(prog="tinysrt bench", description="Measure one part by itself.")
-    parser.add_argument("part", choices=("scheduler", "radix"))
+    parser.add_argument("part", choices=("scheduler", "radix", "overlap"))
     part = parser.parse_args(argv[:1]).part
     if part == "scheduler":
         from tinysrt.bench import scheduler
 
         return scheduler.main(argv[1:])
+    if part == "overlap":
+        from tinysrt.bench import overlap
+
+        return overlap.main(argv[1:])
     from tinysrt.bench import radix
 
     return radix.main(argv[1:])

@@ -29,7 +29,7 @@ from tinysrt.ipc import IpcNames, Receiver, Sender
 from tinysrt.managers.overlap_worker import OverlapWorker
 from tinysrt.managers.schedule_batch import StepMemory
 from tinysrt.managers.scheduler import Scheduler
-from tinysrt.managers.seats import Limits, StepInputs
+from tinysrt.managers.seats import Inbox, Limits, Outbox, StepInputs
 from tinysrt.managers.tp_worker import TpWorker
 from tinysrt.mem_cache.allocator import make_allocator
 from tinysrt.mem_cache.chunk_cache import ChunkCache
@@ -89,9 +89,9 @@ class SocketOutbox:
 
 
 def build_scheduler(
-    server_args: ServerArgs, *, inbox: SocketInbox, outbox: SocketOutbox, trace: Recorder
+    server_args: ServerArgs, *, inbox: Inbox, outbox: Outbox, trace: Recorder
 ) -> tuple[Scheduler, dict[str, Any]]:
-    """Model, memory and loop, and what the parent needs to know of them (the handshake)."""
+    """Load model and tokenizer, then assemble; also what the parent needs to know of it (the handshake)."""
     assert server_args.model_path is not None
     model_config = ModelConfig.from_pretrained(
         server_args.model_path,
@@ -114,9 +114,35 @@ def build_scheduler(
         runner = ModelRunner(
             server_args, model_config, trace=trace, on_progress=partial(on_progress, "Loading the weights")
         )
+    scheduler = assemble(
+        server_args, runner, tokenizer=tokenizer, eos_ids=eos_ids, inbox=inbox, outbox=outbox, trace=trace
+    )
+    limits = scheduler.limits
+    info = {
+        "max_total_num_tokens": limits.capacity,
+        "max_req_input_len": limits.max_req_input_len,
+        "context_len": limits.context_len,
+        "max_running_requests": limits.max_running_requests,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "eos_token_ids": sorted(eos_ids),
+    }
+    return scheduler, info
+
+
+def assemble(
+    server_args: ServerArgs,
+    runner: ModelRunner,
+    *,
+    tokenizer: Tokenizer | None,
+    eos_ids: frozenset[int],
+    inbox: Inbox,
+    outbox: Outbox,
+    trace: Recorder,
+) -> Scheduler:
+    """Around a loaded model: rows, allocator, tree, worker, scheduler, as the flags say."""
     page_size = server_args.page_size or 1
     limits = Limits(
-        context_len=model_config.context_len,
+        context_len=runner.config.context_len,
         max_running_requests=runner.max_running_requests,
         vocab_size=runner.vocab_size,
         eos_ids=eos_ids,
@@ -127,7 +153,7 @@ def build_scheduler(
     pool = ReqToTokenPool(runner.max_running_requests, runner.table_width)
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
     cache = ChunkCache if server_args.disable_radix_cache else RadixCache
-    scheduler = Scheduler(
+    return Scheduler(
         server_args,
         worker=TpWorker(runner) if server_args.disable_overlap_schedule else OverlapWorker(runner),
         memory=StepMemory(pool, allocator, cache(pool, allocator, page_size)),
@@ -138,15 +164,6 @@ def build_scheduler(
         tokenizer=tokenizer,
         device=runner.device,
     )
-    info = {
-        "max_total_num_tokens": limits.capacity,
-        "max_req_input_len": limits.max_req_input_len,
-        "context_len": limits.context_len,
-        "max_running_requests": limits.max_running_requests,
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "eos_token_ids": sorted(eos_ids),
-    }
-    return scheduler, info
 
 
 def run_scheduler_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection) -> None:

@@ -1,0 +1,131 @@
+"""`tinysrt bench overlap`: what the overlap loop costs or saves on this machine, with a real model.
+
+One model, two schedulers, blocks of decode steps in turn: normal, overlap, normal, overlap ... The figure is the median
+of the ratios of neighboring blocks, because a shared machine drifts; pairs of two normal blocks give the noise floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tinysrt.bench.fake_model import ListInbox, ListOutbox
+from tinysrt.managers.scheduler import Scheduler
+from tinysrt.managers.scheduler_process import assemble
+from tinysrt.messages import FlushCacheReqInput, TokenizedGenerateReqInput
+from tinysrt.model_executor.model_config import ModelConfig
+from tinysrt.model_executor.model_runner import ModelRunner
+from tinysrt.observe.trace import Recorder
+from tinysrt.sampling_params import SamplingParams
+from tinysrt.server_args import ServerArgs
+from tinysrt.text.demo_model import ensure_demo_model
+
+
+class Side:
+    """A scheduler of one kind around the shared model."""
+
+    def __init__(self, runner: ModelRunner, args: ServerArgs, *, overlap: bool):
+        self.inbox = ListInbox([])
+        self.scheduler: Scheduler = assemble(
+            replace(args, disable_overlap_schedule=not overlap),
+            runner,
+            tokenizer=None,
+            eos_ids=frozenset(),
+            inbox=self.inbox,
+            outbox=ListOutbox(),
+            trace=Recorder("bench"),
+        )
+        self.turn = self.scheduler.step_overlap if overlap else self.scheduler.step_normal
+
+    def block(self, batch_size: int, prompt: int, steps: int) -> float:
+        """Seconds per decode step of `batch_size` requests; leaves everything free."""
+        for i in range(batch_size):
+            ids = [(i * 7919 + j) % 40_000 + 3 for j in range(prompt)]
+            params = SamplingParams(max_new_tokens=steps + 40, top_k=1, ignore_eos=True)
+            self.inbox.messages.append(
+                TokenizedGenerateReqInput(rid=f"r{i}", reply_to="", input_ids=ids, sampling_params=params)
+            )
+        while len(self.scheduler.seats.running_batch) < batch_size:
+            self.turn(self.inbox.receive(block=False))
+        for _ in range(5):
+            self.turn(self.inbox.receive(block=False))
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.turn(self.inbox.receive(block=False))
+        seconds = (time.perf_counter() - start) / steps
+        while self.scheduler.live or self.scheduler.in_flight:
+            self.turn(self.inbox.receive(block=False))
+        self.inbox.messages.append(FlushCacheReqInput(reply_to=""))
+        self.turn(self.inbox.receive(block=False))
+        return seconds
+
+
+def measure(
+    runner: ModelRunner, args: ServerArgs, *, batch_size: int, prompt: int, steps: int, pairs: int
+) -> dict[str, Any]:
+    normal, overlap = (Side(runner, args, overlap=on) for on in (False, True))
+    normal.block(batch_size, prompt, 5)  # warm-up of both
+    overlap.block(batch_size, prompt, 5)
+    rows = [
+        (
+            normal.block(batch_size, prompt, steps),
+            overlap.block(batch_size, prompt, steps),
+            normal.block(batch_size, prompt, steps),
+        )
+        for _ in range(pairs)
+    ]
+    for side in (normal, overlap):
+        side.scheduler.worker.close()
+    return {
+        "batch_size": batch_size,
+        "normal_ms": statistics.median(row[0] for row in rows) * 1e3,
+        "overlap_ms": statistics.median(row[1] for row in rows) * 1e3,
+        "overlap_over_normal": statistics.median(2 * row[1] / (row[0] + row[2]) for row in rows),
+        "normal_over_normal": statistics.median(row[2] / row[0] for row in rows),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tinysrt bench overlap", description=__doc__.splitlines()[0])
+    parser.add_argument("--model-path", help="default: the demo model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--steps", type=int, default=30, help="decode steps per block")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    cli = parser.parse_args(argv)
+    args = ServerArgs(
+        model_path=cli.model_path or ensure_demo_model(), dtype=cli.dtype, num_threads=cli.num_threads
+    ).resolve()
+    config = ModelConfig.from_pretrained(str(args.model_path), context_length=4096, dtype=cli.dtype)
+    runner = ModelRunner(args, config, trace=Recorder("bench"))
+    rows = [
+        measure(runner, args, batch_size=size, prompt=cli.prompt, steps=cli.steps, pairs=cli.pairs)
+        for size in cli.batch_sizes
+    ]
+    if cli.json:
+        json.dump(rows, sys.stdout, indent=1)
+        print()
+        return 0
+    table = Table(title=f"decode step, {runner.dtype}, {runner.num_threads} threads, median of {cli.pairs} pairs")
+    for name in ("batch", "normal ms", "overlap ms", "overlap / normal", "normal / normal (noise)"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(str(row["batch_size"]), *(f"{row[key]:.3f}" for key in list(row)[1:]))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
