@@ -44,9 +44,12 @@ PROMPT = "The capital of France is"
 def traced(*, overlap, requests):
     """Run the prompt once for each of `requests`, whole or as a stream; the answers, and the folder of the trace."""
     folder = tempfile.mkdtemp(prefix="tinysrt-lab-")
-    flags = dict(trace_dir=folder, disable_overlap_schedule=not overlap, max_total_tokens=2048, log_level="error")
+    # One thread for the model: two would fight for the cores with whatever else runs here, and times would say little.
+    flags = dict(trace_dir=folder, disable_overlap_schedule=not overlap, num_threads=1)
     answers = []
-    with tinysrt.Engine(**flags) as engine:
+    with tinysrt.Engine(**flags, max_total_tokens=2048, log_level="error") as engine:
+        # The very first request also pays for what is made on first use.
+        engine.generate("Hello", {"max_new_tokens": 1}, rid="first")
         for rid, stream in requests:
             sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
             answer = engine.generate(PROMPT, sampling, rid=rid, stream=stream)
@@ -72,7 +75,8 @@ from tinysrt.observe.merge import load
 
 events = load(folder)
 print(sorted(path.name.split("-")[0] for path in Path(folder).iterdir()))
-print(list(dict.fromkeys(event["e"] for event in events)))
+for process in ("tokenizer", "scheduler", "detokenizer"):
+    print(f"{process:12}", *dict.fromkeys(event["e"] for event in events if event["p"] == process))
 
 # %% [markdown]
 # ## One life
@@ -138,7 +142,7 @@ for start, end in zip(stations, stations[1:], strict=False):
 
 # %% tags=["predict"]
 for event in events:
-    if event["e"] in ("matched", "admitted"):
+    if event["e"] in ("matched", "admitted") and event["rid"] != "first":
         print(event["rid"], event["e"], {key: event[key] for key in ("cached", "prompt_len", "extend") if key in event})
 for rid in ("whole", "stream"):
     print(rid, "text_sent", sum(event["e"] == "text_sent" and event["rid"] == rid for event in events), "time(s)")
