@@ -12,7 +12,7 @@ import pytest
 
 from tests.text.tiny_tokenizers import bytes_only
 from tinysrt.bench.fake_model import FakeEngine, FakeModelRunner
-from tinysrt.messages import FinishLength, FinishReason, FinishStop
+from tinysrt.messages import FinishAbort, FinishLength, FinishReason, FinishStop
 from tinysrt.model_executor.step_result import StepResult
 
 EOS, PROMPT = 256, [80, 81, 82]
@@ -170,3 +170,16 @@ def test_the_context_comes_once_with_the_first_message() -> None:
     engine.add("r", list(range(10, 20)), max_new_tokens=3)
     engine.run()
     assert [out.context_ids for out in engine.outbox.outs["r"]] == [[15, 16, 17, 18, 19], None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pattern", ["(a|aa)+$", "(a|a)*Q"])
+def test_a_stop_regex_that_takes_too_long_ends_its_own_request_only(pattern: str, stream: bool) -> None:
+    """The first takes for ever to be found; the second only when its beginning is searched, for holding text back."""
+    engine = scripted_engine(list(b"a" * 60 + b"c" * 60))
+    engine.add("r", PROMPT, max_new_tokens=100, stop_regex=[pattern + "."], stream=stream)
+    engine.add("neighbor", PROMPT, max_new_tokens=100, stop=["none"])
+    engine.run()
+    finish = engine.outbox.outs["r"][-1].meta.finish
+    assert isinstance(finish, FinishAbort) and finish.status_code == 400 and "too long" in finish.message
+    assert engine.outbox.outs["neighbor"][-1].meta.finish == FinishLength(length=100)

@@ -172,8 +172,11 @@ def finish_reason(req: Req, token: int) -> FinishReason | None:
     """
     if req.stop_matcher is not None and req.decoder is not None:
         req.decoder.push([token])
+        text = req.decoder.released_text
         try:
-            match = req.stop_matcher.feed(req.decoder.released_text)
+            match = req.stop_matcher.feed(text)
+            # A tail that may yet become a stop string is held back: sent text cannot be taken back.
+            req.held_back = match is None and req.stop_matcher.ends_with_partial(text)
         except RequestError as error:  # a stop regex that backtracks for too long ends its own request only
             return FinishAbort(error.message, error.status, "BadRequestError")
         if match is not None:
@@ -218,12 +221,7 @@ class OutputStreamer:
             due = unsent >= interval or (unsent > 0 and req.sent_tokens == 0)
         else:
             due = unsent >= NON_STREAM_INTERVAL
-        # A tail that may yet become a stop string is held back: sent text cannot be taken back.
-        return due and not (
-            req.stop_matcher is not None
-            and req.decoder is not None
-            and req.stop_matcher.ends_with_partial(req.decoder.released_text)
-        )
+        return due and not req.held_back
 
     def _message(self, req: Req) -> TokenIDOut:
         first = not req.sent_to_detokenizer

@@ -128,6 +128,7 @@ class Req:
         self.decoder = decoder  # only with stop strings or regexes
         self.stop_matcher = stop_matcher
         self.stop_range: tuple[int, int] | None = None
+        self.held_back = False  # the text so far ends in what may be the beginning of a stop
         self.sent_tokens = 0
         self.sent_to_detokenizer = False
         self.scores = OutputScores() if self.return_logprob else None
