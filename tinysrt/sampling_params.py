@@ -24,6 +24,7 @@ TOP_K_ALL = 1 << 30  # "whole vocabulary", larger than any vocabulary
 GREEDY_TEMPERATURE = 1e-5  # at or below: greedy (the field's requests reach down to 1e-8)
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
+MAX_REGEX_REPEATS = 10_000  # the library unrolls a{m}: ((a{999}){999}){999} would take all memory of the machine
 MAX_LOGIT_BIAS = 100.0  # at 100 the bias decides alone; more only invites overflow
 
 # Known to SGLang, not run here: a value would change the answer, so it is refused. Null and empty mean "not set".
@@ -121,6 +122,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         check(len(self.stop_regex) <= MAX_STOPS, "stop_regex", f"at most {MAX_STOPS} expressions")
         for pattern in self.stop_regex:
             check(len(pattern.encode()) <= MAX_STOP_REGEX_BYTES, "stop_regex", f"{MAX_STOP_REGEX_BYTES} bytes or less")
+            few = _counted_repeats(pattern) <= MAX_REGEX_REPEATS
+            check(few, "stop_regex", f"free of counts that multiply to more than {MAX_REGEX_REPEATS}")
             try:
                 regex.compile(pattern)  # the library that will search with it
             except (regex.error, RecursionError, OverflowError) as error:
@@ -143,6 +146,16 @@ def _token_id(key: Any) -> int:
     if isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"-?[0-9]{1,18}", key)):
         return int(key)
     raise RequestError(f"logit_bias keys must be token ids, got {_short(key)}.", param="logit_bias")
+
+
+def _counted_repeats(pattern: str) -> int:
+    """The counts in a pattern, {m} or {m,n}, multiplied as if each was inside the next. Never too low: with the
+    verbose flag blanks and comments may stand inside a count, so the pattern is read with and without them."""
+    found = []
+    for text in (pattern, re.sub(r"#.*|\s", "", pattern)):
+        counts = [re.sub("[^0-9,]", "", braces).split(",") for braces in re.findall(r"\{([^{}]*)\}", text)]
+        found.append(math.prod(max([1, *(int(number) for number in count if number)]) for count in counts))
+    return max(found)
 
 
 def _short(value: Any) -> str:

@@ -111,6 +111,8 @@ def test_an_unknown_name_is_refused():
         ("stop_token_ids", [-1]),
         ("stop_regex", ["("]),
         ("stop_regex", ["x" * 257]),
+        ("stop_regex", ["(((a{999}){999}){999}){999}"]),  # unrolled it would take all memory
+        ("stop_regex", ["(?x)((a{9 9 9}){9#}\n99}){999}"]),  # the same, hidden by blanks and a comment
         ("stream_interval", 0),
         ("sampling_seed", 2**63),
         ("logit_bias", {str(VOCAB): 1}),
@@ -125,3 +127,8 @@ def test_an_unknown_name_is_refused():
 def test_a_value_out_of_range_is_refused_and_named(name: str, value: object):
     error = refuse(**{name: value})
     assert name in error.message and error.param == name
+
+
+def test_a_regex_with_a_few_counts_is_accepted():
+    pattern = r"\d{4}-\d{2}-\d{2}T.{0,99}\n{2,}"
+    assert accept(stop_regex=pattern).stop_regex == [pattern]
