@@ -191,3 +191,13 @@ def test_the_line_under_an_answer() -> None:
         == "1 tokens, first after 1.00 s; prompt 3 tokens"
     )
     assert summary({}, 1.5, None) == "1.5 s"
+
+
+# ---- bench -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["scheduler", "radix", "overlap"])
+def test_each_benchmark_tells_its_flags(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["bench", part, "--help"])
+    assert exit_.value.code == 0 and f"tinysrt bench {part}" in capsys.readouterr().out

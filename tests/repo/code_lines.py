@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from pathlib import Path
@@ -45,6 +46,7 @@ REQUEST_PATH = (
 )
 
 
+@functools.cache
 def code_lines(source: str) -> int:
     """Lines that hold a token other than comments and docstrings."""
     lines: set[int] = set()
