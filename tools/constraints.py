@@ -1,14 +1,13 @@
 """Print the exact versions of everything installed beside tinysrt: `python tools/constraints.py > constraints.txt`.
 
 CI and `make` install with these pins, so that a new release of somebody else breaks nothing here by surprise. PyTorch
-is pinned without its build (`+cpu`), and what is bound to one Python version keeps that condition.
+is pinned without its build (`+cpu`).
 """
 
 from __future__ import annotations
 
 from importlib.metadata import distributions
 
-ONLY_BEFORE_3_12 = {"mkdocs-jupyter"}  # pyproject.toml asks for another release from 3.12 on
 NOT_OURS = {"tinysrt", "pip", "setuptools", "wheel"}
 
 HEADER = """\
@@ -18,11 +17,7 @@ HEADER = """\
 
 def pins() -> list[str]:
     found = {dist.metadata["Name"].lower().replace("_", "-"): dist.version for dist in distributions()}
-    lines = []
-    for name in sorted(found.keys() - NOT_OURS):
-        condition = ' ; python_version < "3.12"' if name in ONLY_BEFORE_3_12 else ""
-        lines.append(f"{name}=={found[name].split('+')[0]}{condition}")
-    return lines
+    return [f"{name}=={found[name].split('+')[0]}" for name in sorted(found.keys() - NOT_OURS)]
 
 
 if __name__ == "__main__":
