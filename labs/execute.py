@@ -28,6 +28,8 @@ def execute(source: Path, *, timeout: int = 600) -> nbformat.NotebookNode:
     client.execute()
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # random ids would change with every run
+        if cell.cell_type == "code":  # log lines carry times and paths, and are not what a lab is about
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         cell.metadata.pop("execution", None)  # so would times
     notebook.metadata["language_info"] = {"name": "python"}  # and the interpreter's version
     return notebook

@@ -45,8 +45,7 @@ def render(notebook: Path) -> LabPage:
             if cell["execution_count"] is None:
                 raise NotebookError(f"{notebook.name}: cell {number} was never run.")
             code = _fence(source, "python")
-            shown = [output for output in cell["outputs"] if output.get("name") != "stderr"]  # log lines
-            outputs = [_output(output, f"{notebook.stem}-{number}", notebook, page) for output in shown]
+            outputs = [_output(output, f"{notebook.stem}-{number}", notebook, page) for output in cell["outputs"]]
             tags = cell["metadata"].get("tags", [])
             if "solution" in tags:
                 parts.append(_folded("success", "Solution", [code, *outputs]))

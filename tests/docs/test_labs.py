@@ -22,10 +22,10 @@ def cells(notebook: Any) -> list[tuple[str, str, list[str]]]:
 
 
 def printed(cell: Any) -> list[Any]:
-    """What a cell showed; log lines on stderr may come in other pieces."""
+    """What a cell showed; one stream may come in several pieces."""
     outputs = cell.get("outputs", [])
-    streams = "".join(o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stdout")
-    return [streams, *(o["data"] for o in outputs if o["output_type"] != "stream")]
+    stream = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    return [stream, *(output["data"] for output in outputs if output["output_type"] != "stream")]
 
 
 @pytest.mark.parametrize("source", [pytest.param(path, id=path.stem) for path in LABS])
