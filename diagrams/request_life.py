@@ -7,14 +7,14 @@ The picture is committed beside this file; tests/docs/test_diagrams.py fails whe
 
 from __future__ import annotations
 
-from tinysrt.managers.req_state import ENDED, TRANSITIONS, ReqState
+from tinysrt.managers.request_life import ENDED, TRANSITIONS, Stage
 
 _PLACES = {
-    ReqState.WAITING: "in waiting_queue",
-    ReqState.RETRACTED: "in waiting_queue again",
-    ReqState.CHUNKED: "is chunked_req",
-    ReqState.PREFILLING: "in new_batch, then last_batch",
-    ReqState.RUNNING: "in running_batch",
+    Stage.WAITING: "in waiting_queue",
+    Stage.RETRACTED: "in waiting_queue again",
+    Stage.CHUNKED: "is chunked_req",
+    Stage.PREFILLING: "in new_batch, then last_batch",
+    Stage.RUNNING: "in running_batch",
 }
 
 
@@ -35,7 +35,7 @@ def request_life() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _node(state: ReqState) -> str:
+def _node(state: Stage) -> str:
     if state in ENDED:
         return f'{state.name}(["{state.value}"])'
     place = f"<br><small>{_PLACES[state]}</small>" if state in _PLACES else ""

@@ -20,7 +20,7 @@ REQUEST_PATH = (
     "managers/tokenizer_manager.py",
     "managers/request_state.py",
     "managers/text_worker.py",
-    "managers/req_state.py",
+    "managers/request_life.py",
     "managers/schedule_batch.py",
     "managers/schedule_policy.py",
     "managers/seats.py",

@@ -48,7 +48,7 @@ def test_imports_point_downward_and_never_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("tinysrt/mem_cache/allocator.py", "import tinysrt.managers.req_state"),
+        ("tinysrt/mem_cache/allocator.py", "import tinysrt.managers.request_life"),
         (
             "tinysrt/text/stop.py",
             "if 1:\n    from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tinysrt.ipc",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinysrt.managers.req_state import ReqState
+from tinysrt.managers.request_life import Stage
 from tinysrt.managers.schedule_batch import Req, ScheduleBatch, StepMemory
 from tinysrt.managers.schedule_policy import PrefillAdder
 from tinysrt.mem_cache.allocator import make_allocator
@@ -37,7 +37,7 @@ def make_req(
 
 def running(*reqs: Req) -> ScheduleBatch:
     for req in reqs:
-        req.state = ReqState.RUNNING
+        req.stage = Stage.RUNNING
     return ScheduleBatch(
         reqs=list(reqs), seq_lens=np.array([r.num_tokens for r in reqs], np.int64), rows=np.zeros(len(reqs), np.int64)
     )

@@ -10,7 +10,7 @@ from tests.scheduler.late_worker import late_engine
 from tests.text.tiny_tokenizers import bytes_only
 from tinysrt.bench.fake_model import FakeEngine
 from tinysrt.managers import schedule_policy
-from tinysrt.managers.req_state import ENDED, TRANSITIONS, ReqState, check_transition
+from tinysrt.managers.request_life import ENDED, TRANSITIONS, Stage, check_transition
 from tinysrt.managers.seats import Limits
 from tinysrt.messages import (
     AbortReq,
@@ -41,8 +41,8 @@ LOOPS = pytest.mark.parametrize("loop", ["normal", "overlap", "late"])
 
 
 def test_every_state_is_in_the_table_and_every_state_can_end() -> None:
-    assert set(TRANSITIONS) == set(ReqState)
-    for state in ReqState:
+    assert set(TRANSITIONS) == set(Stage)
+    for state in Stage:
         seen, todo = {state}, [state]
         while todo:
             for following in TRANSITIONS[todo.pop()]:
@@ -54,7 +54,7 @@ def test_every_state_is_in_the_table_and_every_state_can_end() -> None:
 
 def test_a_transition_that_the_table_does_not_list_is_our_own_bug() -> None:
     for state, allowed in TRANSITIONS.items():
-        for new in ReqState:
+        for new in Stage:
             if new in allowed:
                 assert check_transition(state, new) is new
             else:

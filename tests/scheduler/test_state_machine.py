@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.scheduler.late_worker import late_engine
 from tinysrt.bench.fake_model import FakeEngine, hashed_token
-from tinysrt.managers.req_state import ReqState
+from tinysrt.managers.request_life import Stage
 from tinysrt.managers.seats import Seats
 from tinysrt.messages import (
     AbortReq,
@@ -174,11 +174,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(live) <= waiting | running | prefilled | chunked | in_flight
         for rid, req in live.items():
             if rid in waiting:
-                assert req.state in (ReqState.WAITING, ReqState.RETRACTED) and req.kv.row is None
+                assert req.stage in (Stage.WAITING, Stage.RETRACTED) and req.kv.row is None
             elif rid in chunked:
-                assert req.state in (ReqState.CHUNKED, ReqState.PAUSED) and req.kv.row is not None
+                assert req.stage in (Stage.CHUNKED, Stage.PAUSED) and req.kv.row is not None
             else:
-                assert req.state in (ReqState.PREFILLING, ReqState.RUNNING, ReqState.PAUSED) and req.kv.row is not None
+                assert req.stage in (Stage.PREFILLING, Stage.RUNNING, Stage.PAUSED) and req.kv.row is not None
 
     @invariant()
     def nothing_was_sent_twice(self) -> None:

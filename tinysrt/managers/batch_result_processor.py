@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinysrt.errors import RequestError
-from tinysrt.managers.req_state import ReqState
+from tinysrt.managers.request_life import Stage
 from tinysrt.managers.schedule_batch import Req, ScheduleBatch
 from tinysrt.managers.tp_worker import StepHandle
 from tinysrt.mem_cache.prefix_cache import PrefixCache
@@ -96,8 +96,8 @@ class BatchResultProcessor:
                 self._collect_input_scores(req, flight, result, lane)
             if flight.is_middle_chunk[lane]:
                 continue
-            if req.state is ReqState.PREFILLING:
-                req.move_to(ReqState.RUNNING)
+            if req.stage is Stage.PREFILLING:
+                req.move_to(Stage.RUNNING)
             appended += self._append_tokens(req, result, lane)
             touched.append(req)
         self.streamer.send(touched)
@@ -129,7 +129,7 @@ class BatchResultProcessor:
         """The one way out for a request that holds KV or has produced something: KV goes to the tree or the free
         list."""
         # A prompt that stopped half way in its chunks has published what it computed already. NaN is not for sharing.
-        share = req.state is ReqState.RUNNING and reason != NAN_HAPPENED
+        share = req.stage is Stage.RUNNING and reason != NAN_HAPPENED
         req.release_kv(self.tree, insert=share)
         req.end(reason)
         self.on_end(req)

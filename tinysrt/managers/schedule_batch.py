@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinysrt.managers.req_state import ENDED, ReqState, check_transition
+from tinysrt.managers.request_life import ENDED, Stage, check_transition
 from tinysrt.mem_cache.allocator import Allocator
 from tinysrt.mem_cache.memory_pool import ReqToTokenPool
 from tinysrt.mem_cache.prefix_cache import KVRecord, PrefixCache
@@ -112,7 +112,7 @@ class Req:
         self.arrival = arrival  # scheduler's own counter, ties in every ordering are broken by it
 
         # Where it is.
-        self.state = ReqState.WAITING
+        self.stage = Stage.WAITING
         self.finish: FinishReason | None = None
         self.num_retractions = 0
 
@@ -168,10 +168,10 @@ class Req:
         return self.scores is not None and len(self.scores.input) == self.prompt_len - self.logprob_start_len
 
     def is_over(self) -> bool:
-        return self.state in ENDED
+        return self.stage in ENDED
 
-    def move_to(self, state: ReqState) -> None:
-        self.state = check_transition(self.state, state)
+    def move_to(self, stage: Stage) -> None:
+        self.stage = check_transition(self.stage, stage)
 
     def ends_with_launched_steps(self) -> bool:
         """True once the forwards launched so far will produce its last allowed token: no further decode is needed.
@@ -181,7 +181,7 @@ class Req:
 
     def end(self, reason: FinishReason) -> None:
         self.finish = reason
-        self.move_to(ReqState.ABORTED if isinstance(reason, FinishAbort) else ReqState.FINISHED)
+        self.move_to(Stage.ABORTED if isinstance(reason, FinishAbort) else Stage.FINISHED)
 
     def release_kv(self, tree: PrefixCache, *, insert: bool) -> None:
         """Give row and KV back: to the tree what can be shared (`insert`), the rest to the free list."""
@@ -196,7 +196,7 @@ class Req:
         self.num_retractions += 1
         if self.scores is not None and not self.input_scores_complete():
             self.scores.clear_input()  # the prompt is scored again from its start
-        self.move_to(ReqState.RETRACTED)
+        self.move_to(Stage.RETRACTED)
 
 
 @dataclass
@@ -244,7 +244,7 @@ class ScheduleBatch:
     def filter_over(self, excluding: Req | None = None) -> bool:
         """Drop requests that have ended, were retracted, or are `excluding`; True if any left."""
         before = len(self.reqs)
-        self.keep([r for r in self.reqs if r is not excluding and r.state in (ReqState.PREFILLING, ReqState.RUNNING)])
+        self.keep([r for r in self.reqs if r is not excluding and r.stage in (Stage.PREFILLING, Stage.RUNNING)])
         return len(self.reqs) < before
 
     def merge(self, other: ScheduleBatch) -> None:

@@ -34,8 +34,8 @@ from typing import Any
 
 from tinysrt.errors import RequestError
 from tinysrt.managers.batch_result_processor import BatchResultProcessor, InFlight, OutputStreamer
-from tinysrt.managers.req_state import ReqState
 from tinysrt.managers.request_intake import make_req
+from tinysrt.managers.request_life import Stage
 from tinysrt.managers.schedule_batch import Req, ScheduleBatch, StepMemory
 from tinysrt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from tinysrt.managers.scheduler_report import SchedulerReport
@@ -229,7 +229,7 @@ class Scheduler:
             self.end_with_abort(req, FinishAbort("Aborted by the client."))
 
     def end_with_abort(self, req: Req, reason: FinishAbort) -> None:
-        if req.state in (ReqState.WAITING, ReqState.RETRACTED):
+        if req.stage in (Stage.WAITING, Stage.RETRACTED):
             self.seats.waiting_queue.remove(req)
         if req is self.seats.chunked_req:
             self.seats.chunked_req = None
@@ -300,7 +300,7 @@ class Scheduler:
             continuing = seats.chunked_req
             seats.chunked_req = adder.add_chunked_req(continuing)
             if seats.chunked_req is None:
-                continuing.move_to(ReqState.PREFILLING)
+                continuing.move_to(Stage.PREFILLING)
         self._admit_from_queue(seats, adder, eligible, newcomers)
         if not adder.can_run_list:
             return None
@@ -335,7 +335,7 @@ class Scheduler:
             if not req.admitted_once:
                 req.admitted_once = True
                 req.cached_tokens = req.prefix_len
-            req.move_to(ReqState.CHUNKED if req is adder.new_chunked_req else ReqState.PREFILLING)
+            req.move_to(Stage.CHUNKED if req is adder.new_chunked_req else Stage.PREFILLING)
             if self.trace.on:
                 self.trace.event("matched", rid=req.rid, cached=req.prefix_len, prompt_len=req.prompt_len)
                 self.trace.event("admitted", rid=req.rid, row=req.kv.row, extend=[req.prefix_len, req.extend_end])
@@ -549,14 +549,14 @@ class Scheduler:
             seats.running_batch, seats.chunked_req = ScheduleBatch(), None
         else:
             for req in self._holding(seats):
-                req.move_to(ReqState.PAUSED)
+                req.move_to(Stage.PAUSED)
         self.paused = True
         self.outbox.to_tokenizer(PauseGenerationReqOutput(success=True), message.reply_to)
 
     def continue_generation(self, message: ContinueGenerationReqInput) -> None:
         for req in self._holding(self.seats):
-            if req.state is ReqState.PAUSED:
-                req.move_to(ReqState.CHUNKED if req is self.seats.chunked_req else ReqState.RUNNING)
+            if req.stage is Stage.PAUSED:
+                req.move_to(Stage.CHUNKED if req is self.seats.chunked_req else Stage.RUNNING)
         self.paused = False
         self.outbox.to_tokenizer(ContinueGenerationReqOutput(success=True), message.reply_to)
 

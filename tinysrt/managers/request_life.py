@@ -16,7 +16,7 @@
     PAUSED             in-place pause: keeps row and KV, is not scheduled
     FINISHED, ABORTED  over: no row, no KV, one final message sent
 
-Rules of this file: `ReqState` changes only through `check_transition`, which refuses what the table does not
+Rules of this file: `Stage` changes only through `check_transition`, which refuses what the table does not
 list; the tests walk the table, and `diagrams/request-life.mmd` is generated from it.
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class ReqState(Enum):
+class Stage(Enum):
     COMPILING_GRAMMAR = "compiling grammar"  # reserved for constrained output: waits for its grammar
     WAITING = "waiting"
     CHUNKED = "prefilling in chunks"
@@ -37,23 +37,23 @@ class ReqState(Enum):
     ABORTED = "aborted"
 
 
-TRANSITIONS: dict[ReqState, tuple[ReqState, ...]] = {
-    ReqState.COMPILING_GRAMMAR: (ReqState.WAITING, ReqState.ABORTED),
-    ReqState.WAITING: (ReqState.PREFILLING, ReqState.CHUNKED, ReqState.ABORTED),
+TRANSITIONS: dict[Stage, tuple[Stage, ...]] = {
+    Stage.COMPILING_GRAMMAR: (Stage.WAITING, Stage.ABORTED),
+    Stage.WAITING: (Stage.PREFILLING, Stage.CHUNKED, Stage.ABORTED),
     # A chunked request whose last chunk is launched is an ordinary prefill from then on.
-    ReqState.CHUNKED: (ReqState.PREFILLING, ReqState.RETRACTED, ReqState.PAUSED, ReqState.ABORTED),
+    Stage.CHUNKED: (Stage.PREFILLING, Stage.RETRACTED, Stage.PAUSED, Stage.ABORTED),
     # PREFILLING lasts from launch to result; nothing is retracted or paused while a result is on its way.
-    ReqState.PREFILLING: (ReqState.RUNNING, ReqState.ABORTED),
-    ReqState.RUNNING: (ReqState.FINISHED, ReqState.RETRACTED, ReqState.PAUSED, ReqState.ABORTED),
-    ReqState.RETRACTED: (ReqState.PREFILLING, ReqState.CHUNKED, ReqState.ABORTED),
-    ReqState.PAUSED: (ReqState.RUNNING, ReqState.CHUNKED, ReqState.RETRACTED, ReqState.ABORTED),
-    ReqState.FINISHED: (),
-    ReqState.ABORTED: (),
+    Stage.PREFILLING: (Stage.RUNNING, Stage.ABORTED),
+    Stage.RUNNING: (Stage.FINISHED, Stage.RETRACTED, Stage.PAUSED, Stage.ABORTED),
+    Stage.RETRACTED: (Stage.PREFILLING, Stage.CHUNKED, Stage.ABORTED),
+    Stage.PAUSED: (Stage.RUNNING, Stage.CHUNKED, Stage.RETRACTED, Stage.ABORTED),
+    Stage.FINISHED: (),
+    Stage.ABORTED: (),
 }
 
-ENDED = (ReqState.FINISHED, ReqState.ABORTED)
+ENDED = (Stage.FINISHED, Stage.ABORTED)
 
 
-def check_transition(old: ReqState, new: ReqState) -> ReqState:
+def check_transition(old: Stage, new: Stage) -> Stage:
     assert new in TRANSITIONS[old], f"a request cannot go from {old.value!r} to {new.value!r}"
     return new
