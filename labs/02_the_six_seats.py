@@ -26,8 +26,8 @@
 # - predict how a long prompt passes through the chunked seat,
 # - force a retract, and say who is sent back.
 #
-# Before it: chapter 5, or the glossary's [six lines about seats](../docs/glossary.md#the-seats). The code says it
-# like this:
+# Before it: [chapter 5](../docs/chapters/05-scheduler-loop.md), or the glossary's [six lines about
+# seats](../docs/glossary.md#the-seats). The code says it like this:
 
 # %%
 import inspect
