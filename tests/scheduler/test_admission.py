@@ -7,7 +7,9 @@ import pytest
 
 from tests.scheduler.helpers import make_adder, make_memory, make_req, running
 from tinysrt.bench.fake_model import FakeEngine
+from tinysrt.managers.schedule_batch import Req
 from tinysrt.managers.schedule_policy import AddReqResult
+from tinysrt.managers.seats import Limits
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 
@@ -70,6 +72,24 @@ def test_a_request_that_exactly_fills_the_chunk_runs_and_still_says_other() -> N
     assert adder.add_one_req(req) is OTHER
     assert adder.can_run_list == [req] and adder.new_chunked_req is None
     assert adder.rem_chunk_tokens == 0
+
+
+def test_every_chunk_ends_on_a_page_of_the_prompt_whatever_came_before() -> None:
+    """Trap 12: of 20 known tokens one page is cached; chunks of 100 from there end at 112, 208 and 304, not at 116."""
+    memory = make_memory(5008, page_size=16)
+    memory.tree.tree.insert(np.arange(20, dtype=np.int32), memory.allocator.alloc_extend([0], [20], [-1]))
+    req = make_req("a", 310)
+    adder = make_adder(memory, chunk_budget=100)
+    adder.add_one_req(req)
+    assert adder.new_chunked_req is req
+    assert adder.add_one_req(make_req("b", 1, start=900)) is OTHER, "what is left of the chunk is less than a page"
+    ends = [(req.prefix_len, req.extend_end)]
+    chunked: Req | None = req
+    while chunked is not None:
+        req.kv.committed_len = req.extend_end
+        chunked = make_adder(memory, chunk_budget=100).add_chunked_req(req)
+        ends.append((req.prefix_len, req.extend_end))
+    assert ends == [(16, 112), (112, 208), (208, 304), (304, 310)]
 
 
 @pytest.mark.parametrize(
@@ -150,3 +170,18 @@ def test_ignore_eos_load_is_admitted_without_retracts() -> None:
         engine.add(f"r{i}", list(range(i, i + 30)), max_new_tokens=60, ignore_eos=True)
     engine.run()
     assert engine.scheduler.report.retracted == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("capacity", [96, 608])
+def test_the_longest_prompt_that_is_accepted_runs_and_a_longer_one_never_could(page_size: int, capacity: int) -> None:
+    """FC-28: the limit that the TokenizerManager is told is the scheduler's own, pages included."""
+    engine = FakeEngine(max_total_num_tokens=capacity, page_size=page_size, context_len=1000, debug_invariants=True)
+    limits: Limits = engine.scheduler.limits
+    longest = limits.max_req_input_len
+    assert longest >= capacity - 2 * page_size - 4
+    assert all(limits.clip_max_new_tokens(length, None) >= 0 for length in range(1, longest + 1))
+    for length in (longest, longest - 1):
+        engine.add(f"r{length}", list(range(length)), max_new_tokens=900)
+        engine.run()
+        assert engine.output_ids(f"r{length}"), "refused, or not a single token"

@@ -20,7 +20,7 @@ def make_req(
 ) -> Req:
     """Raises RequestError for a request that this server cannot run, now (503) or ever (400)."""
     length = len(message.input_ids)
-    if length > limits.max_req_input_len or limits.clip_max_new_tokens(length, None) < 0:
+    if length > limits.max_req_input_len:
         raise RequestError(
             f"The prompt has {length} tokens; this server can take at most {limits.max_req_input_len} "
             "(--context-length and --max-total-tokens set the limit)."

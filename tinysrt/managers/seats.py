@@ -73,7 +73,10 @@ class Limits:
 
     @property
     def max_req_input_len(self) -> int:
-        return self.max_req_len - 5
+        """Room for a few output tokens, and in the pool for whole pages and one to go on in. The TokenizerManager
+        refuses longer prompts, so that a batch with one such item is refused before any of it is sent."""
+        whole_pages = (self.capacity - self.page_size - 1) // self.page_size * self.page_size
+        return min(self.max_req_len - 5, whole_pages)
 
     def clip_max_new_tokens(self, input_len: int, wanted: int | None) -> int:
         """How many tokens a prompt of this length may produce; negative: it does not fit at all."""
