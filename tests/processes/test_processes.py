@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import psutil
@@ -53,6 +54,13 @@ def test_launch_returns_what_the_scheduler_says_when_it_is_ready() -> None:
         assert oct(os.stat(launched.ipc_names.directory).st_mode)[-3:] == "700"
         launched.stop(0.0)
     assert_nothing_is_left(launched)
+
+
+def test_children_are_spawned_not_forked() -> None:
+    """Trap 57: a fork would copy locks that other threads hold, and CUDA state that no child can use."""
+    with launch(ServerArgs(), fakes.ready, fakes.ready) as launched:
+        assert all(isinstance(child.process, SpawnProcess) for child in launched.children)
+        launched.stop(0.0)
 
 
 def test_children_are_recognizable_in_ps() -> None:

@@ -158,6 +158,39 @@ def test_an_ending_by_stop_token_costs_one_step_and_shows_no_token() -> None:
         assert sum(out.meta.finish is not None for out in engine.outbox.outs["r"]) == 1  # trap 21
 
 
+def test_the_next_step_is_launched_before_the_last_one_is_looked_at() -> None:
+    """Trap 22: a scheduler that needs the sampled ids on the host before it launches overlaps nothing."""
+    engine = late_engine()
+    worker: Any = engine.scheduler.worker
+    launch, unfinished = worker.launch, []
+
+    def spy(batch: Any, **options: Any) -> Any:
+        unfinished.append(len(worker.queue))
+        return launch(batch, **options)
+
+    worker.launch = spy
+    engine.add("r", [1, 2], max_new_tokens=6)
+    engine.run()
+    assert unfinished == [0, 1, 1, 1, 1, 1]
+
+
+@LOOPS
+@pytest.mark.parametrize("chunk", [-1, 16])
+@pytest.mark.parametrize("start", [0, 5, 16, 59, 60])
+def test_prompt_scores_are_whole_also_for_a_cached_prompt(loop: str, chunk: int, start: int) -> None:
+    """Trap 3: a prefix hit ends where scores begin; there is one entry per prompt token from there, the first null."""
+    engine = engine_of(loop, chunked_prefill_size=chunk)
+    prompt = list(range(100, 160))
+    engine.add("warm", prompt, max_new_tokens=2)
+    engine.run()
+    engine.add("r", prompt, max_new_tokens=3, return_logprob=True, logprob_start_len=start)
+    engine.run()
+    outs = engine.outbox.outs["r"]
+    assert outs[-1].meta.cached_tokens == min(start, 59)
+    (scores,) = [out.meta.logprobs.input for out in outs if out.meta.logprobs and out.meta.logprobs.input is not None]
+    assert scores == [(None if i == start else -float(i + 100), i + 100) for i in range(start, 60)]
+
+
 # ---- retract ------------------------------------------------------------------------------------------
 
 

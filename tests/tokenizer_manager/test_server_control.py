@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -218,9 +219,17 @@ async def test_server_info_has_flags_under_both_names_and_the_schedulers_word():
 async def test_long_texts_are_tokenized_beside_the_loop():
     async with manager_and_scheduler() as (manager, _):
         threads: list[int] = []
-        import threading
-
         manager.tokenizer.encode = lambda text, special=True: threads.append(threading.get_ident()) or []  # type: ignore
         with pytest.raises(RequestError):
             await collect(manager.generate_request(ask()))
+        assert threads and threads[0] != threading.get_ident()
+
+
+async def test_chats_are_rendered_beside_the_loop():
+    """Trap 56."""
+    async with manager_and_scheduler() as (manager, _):
+        threads: list[int] = []
+        render = manager.chat_template.render  # type: ignore[union-attr]
+        manager.chat_template.render = lambda messages: threads.append(threading.get_ident()) or render(messages)  # type: ignore
+        assert (await manager.render_chat([{"role": "user", "content": "hi"}])).text == "user: hi\n"
         assert threads and threads[0] != threading.get_ident()
