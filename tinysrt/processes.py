@@ -65,9 +65,17 @@ class Child:
     process: SpawnProcess
     pipe: Connection  # read end; closed once it has spoken
 
-    def how_it_ended(self) -> str:
+    def exit_code(self) -> int:
+        """Of a process that has ended. Another thread may be collecting it at this moment: then a beat later."""
         self.process.join()
-        code = self.process.exitcode or 0
+        for _ in range(100):
+            if self.process.exitcode is not None:
+                return self.process.exitcode
+            time.sleep(0.01)
+        return 1  # collected by a stranger's os.wait(): nobody can tell any more
+
+    def how_it_ended(self) -> str:
+        code = self.exit_code()
         if code >= 0:
             return f"ended with exit code {code}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -134,7 +142,7 @@ class Launched:
                     continue
                 alive.remove(child)
                 message = f"the {child.name} process {child.how_it_ended()}"
-                if child.process.exitcode != 0 and not self._stopping.is_set():  # 0 is a goodbye, not a crash
+                if child.exit_code() != 0 and not self._stopping.is_set():  # 0 is a goodbye, not a crash
                     logger.error("%s: the server goes down", message)
                     on_death(message)
                     return
