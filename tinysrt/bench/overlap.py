@@ -21,7 +21,7 @@ from rich.table import Table
 from tinysrt.bench.fake_model import ListInbox, ListOutbox
 from tinysrt.managers.scheduler import Scheduler
 from tinysrt.managers.scheduler_process import assemble
-from tinysrt.messages import FlushCacheReqInput, TokenizedGenerateReqInput
+from tinysrt.messages import AbortReq, FlushCacheReqInput, TokenizedGenerateReqInput
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.model_runner import ModelRunner
 from tinysrt.observe.trace import Recorder
@@ -50,7 +50,7 @@ class Side:
         """Seconds per decode step of `batch_size` requests; leaves everything free."""
         for i in range(batch_size):
             ids = [(i * 7919 + j) % 40_000 + 3 for j in range(prompt)]
-            params = SamplingParams(max_new_tokens=steps + 40, top_k=1, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=1000, top_k=1, ignore_eos=True)
             self.inbox.messages.append(
                 TokenizedGenerateReqInput(rid=f"r{i}", reply_to="", input_ids=ids, sampling_params=params)
             )
@@ -62,9 +62,7 @@ class Side:
         for _ in range(steps):
             self.turn(self.inbox.receive(block=False))
         seconds = (time.perf_counter() - start) / steps
-        while self.scheduler.live or self.scheduler.in_flight:
-            self.turn(self.inbox.receive(block=False))
-        self.inbox.messages.append(FlushCacheReqInput(reply_to=""))
+        self.inbox.messages += [AbortReq(abort_all=True), FlushCacheReqInput(reply_to="")]
         self.turn(self.inbox.receive(block=False))
         return seconds
 

@@ -175,11 +175,11 @@ def run_scheduler_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: Co
     started = time.monotonic()
     scheduler, info = build_scheduler(server_args, inbox=SocketInbox(receiver), outbox=outbox, trace=trace)
     info["load_seconds"] = round(time.monotonic() - started, 2)
-    pipe.send({"status": "ready", **info})
-    _start_watchdog(scheduler, server_args.watchdog_timeout)
-    # What start-up made stays: the collector need not look at it again.
+    # What start-up made stays: the collector need not look at it again. Before "ready": the first request would wait.
     gc.collect()
     gc.freeze()
+    pipe.send({"status": "ready", **info})
+    _start_watchdog(scheduler, server_args.watchdog_timeout)
     try:
         if server_args.disable_overlap_schedule:
             scheduler.event_loop_normal()
