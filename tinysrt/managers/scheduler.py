@@ -165,7 +165,7 @@ class Scheduler:
     def recv_requests(self) -> StepInputs:
         """What arrived; blocks while there is nothing to do. The scheduler never spins."""
         nothing_to_do = self.paused or (not self.live and self.report.idle)
-        return self.inbox.receive(block=nothing_to_do and not self.in_flight and self.pending_flush is None)
+        return self.inbox.receive(block=nothing_to_do and not self.in_flight)
 
     # ---- messages ---------------------------------------------------------------------------------
 
