@@ -31,6 +31,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="exhaustive: `make soak`"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the reference itself is undecided, tests/equality excuses a token that differs: say how many it were."""
+    counts = [
+        value
+        for report in terminalreporter.getreports("")
+        if report.when == "teardown"
+        for name, value in report.user_properties
+        if name == "tokens compared and excused"
+    ]
+    if counts:
+        compared, excused = (sum(column) for column in zip(*counts, strict=True))
+        terminalreporter.write_line(f"equality: {compared:,} tokens compared with the reference, {excused} excused")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_server_process_is_left() -> Iterator[None]:
     """Whatever the tests of this run start, they also end."""
