@@ -180,3 +180,25 @@ def test_prompt_scores_cannot_start_behind_the_prompt():
     assert caught.value.param == "logprob_start_len"
     ignored = normalize(input_ids=[1, 2], logprob_start_len=3).prompts[0]
     fit_length(ignored, LengthLimits(64, 60, False))
+
+
+def test_alternatives_that_would_fill_the_memory_are_refused():
+    """The whole vocabulary at every position of a long prompt: lists that no process can hold."""
+
+    def fit(length: int, **fields: Any) -> None:
+        request = GenerateReqInput(input_ids=[1] * length, return_logprob=True, **fields)
+        prompt = request.normalize(vocab_size=50_000, max_batch_size=8).prompts[0]
+        fit_length(prompt, LengthLimits(context_len=200_000, max_input_len=200_000, auto_truncate=False))
+
+    fit(5, top_logprobs_num=50_000, sampling_params={"max_new_tokens": 8})
+    fit(9000, top_logprobs_num=100, logprob_start_len=0)
+    fit(150_000, top_logprobs_num=20, logprob_start_len=0, sampling_params={"max_new_tokens": None})
+    fit(9000, top_logprobs_num=50_000, sampling_params={"max_new_tokens": 16})  # the prompt is not scored
+    for fields in (
+        {"top_logprobs_num": 50_000, "logprob_start_len": 0},
+        {"top_logprobs_num": 50_000, "sampling_params": {"max_new_tokens": None}},
+        {"token_ids_logprob": list(range(30_000)), "logprob_start_len": 10},
+    ):
+        with pytest.raises(RequestError, match="alternatives") as caught:
+            fit(9000, **fields)
+        assert caught.value.param in fields

@@ -33,6 +33,11 @@ from tinysrt.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+# Alternatives of a position (top_logprobs_num, token_ids_logprob) are Python objects in three processes. As many as
+# OpenAI's API allows are always fine; the whole vocabulary at every position of a long prompt would take all memory.
+FINE_ALTERNATIVES = 20
+MAX_ALTERNATIVES = 1_000_000  # in one answer
+
 # Fields of SGLang's request that would change the answer and are not run here: refused unless they hold their
 # default (null, false, 0, empty). Any other name is unknown and ignored: routers add fields of their own.
 UNSUPPORTED_FIELDS = (
@@ -301,6 +306,21 @@ def fit_length(prompt: Prompt, limits: LengthLimits) -> None:
         raise RequestError(
             f"logprob_start_len {prompt.logprob_start_len} lies behind the prompt ({len(ids)} tokens).",
             param="logprob_start_len",
+        )
+    _check_alternatives(prompt, room)
+
+
+def _check_alternatives(prompt: Prompt, room: int) -> None:
+    if not prompt.return_logprob:
+        return
+    wide = max(prompt.top_logprobs_num, len(prompt.token_ids_logprob or []))
+    scored = len(prompt.ids) - prompt.logprob_start_len if prompt.logprob_start_len >= 0 else 0
+    scored += room if prompt.params.max_new_tokens is None else min(prompt.params.max_new_tokens, room)
+    if wide > FINE_ALTERNATIVES and wide * scored > MAX_ALTERNATIVES:
+        raise RequestError(
+            f"{wide} alternatives for each of up to {scored} scored tokens; at most {MAX_ALTERNATIVES} in one answer. "
+            "Ask for fewer, score less of the prompt, or set max_new_tokens lower.",
+            param="top_logprobs_num" if wide == prompt.top_logprobs_num else "token_ids_logprob",
         )
 
 
