@@ -223,7 +223,7 @@ def test_being_retracted_is_invisible(loop: str, page_size: int) -> None:
 
 
 def test_victims_are_the_shortest_output_then_the_longest_prompt() -> None:
-    """Trap 27."""
+    """Traps 26 and 27."""
     engine = engine_of("normal", max_total_num_tokens=1000)
     prompts = {"old": 10, "long": 40, "short": 20}
     engine.add("old", list(range(10)), max_new_tokens=100)
@@ -239,8 +239,11 @@ def test_victims_are_the_shortest_output_then_the_longest_prompt() -> None:
     original = scheduler._send_back
     scheduler._send_back = lambda seats, req: victims.append(req.rid) or original(seats, req)  # type: ignore
     scheduler._has_decode_room = lambda running: len(running) == 1  # type: ignore[method-assign]
+    tree = scheduler.memory.tree
+    cached = tree.evictable_size() + tree.protected_size()
     scheduler.retract(scheduler.seats)
     assert victims == ["long", "short"]
+    assert tree.evictable_size() + tree.protected_size() == cached, "trap 26: what they produced is freed, not cached"
     assert [req.rid for req in scheduler.seats.waiting_queue] == ["long", "short"]
 
 
