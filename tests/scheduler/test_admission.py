@@ -90,6 +90,9 @@ def test_every_chunk_ends_on_a_page_of_the_prompt_whatever_came_before() -> None
         chunked = make_adder(memory, chunk_budget=100).add_chunked_req(req)
         ends.append((req.prefix_len, req.extend_end))
     assert ends == [(16, 112), (112, 208), (208, 304), (304, 310)]
+    req.kv.committed_len = 20  # it stopped inside a page: the boundary counts from the prompt's start, not from here
+    make_adder(memory, chunk_budget=100).add_chunked_req(req)
+    assert req.extend_end == 112
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,24 @@ def test_pause_and_continue(loop: str, mode: str) -> None:
         assert len(engine.output_ids("s")) == 20
 
 
+@LOOPS
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_prompt_sent_back_between_its_chunks_is_scored_again_from_its_start(loop: str, steps: int) -> None:
+    engine = engine_of(loop, chunked_prefill_size=16)
+    engine.add("r", list(range(60)), max_new_tokens=3, return_logprob=True, logprob_start_len=5)
+    for _ in range(steps):
+        engine.step()
+    assert engine.scheduler.seats.chunked_req is not None
+    engine.send(PauseGenerationReqInput(reply_to="", mode="retract"))
+    engine.step()
+    engine.send(ContinueGenerationReqInput(reply_to=""))
+    engine.run()
+    outs = engine.outbox.outs["r"]
+    assert outs[-1].meta.num_retractions == 1
+    (scores,) = [out.meta.logprobs.input for out in outs if out.meta.logprobs and out.meta.logprobs.input is not None]
+    assert scores == [(None if i == 5 else -float(i), i) for i in range(5, 60)]
+
+
 # ---- what it says ---------------------------------------------------------------------------------------
 
 
