@@ -73,6 +73,7 @@ def test_a_token_outside_the_vocabulary_ends_its_own_request(bad: int) -> None:
     engine.run()
     assert engine.outbox.outs["r"][-1].meta.finish == FinishStop(matched="NaN happened")
     assert engine.output_ids("r") == [ord("a"), EOS], "an id that can be decoded stands in its place"
+    assert engine.scheduler.memory.tree.evictable_size() == len(PROMPT), "KV that leads to NaN is not for sharing"
 
 
 @pytest.mark.parametrize(
