@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinysrt.errors import RequestError
-from tinysrt.text.stop import REGEX_WINDOW, StopMatch, StopMatcher
+from tinysrt.text.stop import REGEX_BUDGET_S, REGEX_WINDOW, StopMatch, StopMatcher
 
 
 def run(matcher: StopMatcher, tokens: list[str]) -> StopMatch | None:
@@ -134,6 +134,17 @@ def test_a_regex_that_backtracks_for_ever_ends_its_own_request() -> None:
     with pytest.raises(RequestError, match="too long"):
         StopMatcher([], [r"(a|aa)+$"]).feed("a" * 60 + "b")
     assert time.perf_counter() - start < 2
+
+
+def test_regexes_that_are_slow_but_never_too_slow_share_a_budget() -> None:
+    """A search just below the limit, after every token and 32 times over, would stand in everyone's way for minutes."""
+    matcher = StopMatcher(stop_regex=["(?:a+)+[^a]"] * 32)
+    started = time.perf_counter()
+    with pytest.raises(RequestError, match="takes too long"):
+        for length in range(50, 350):
+            matcher.feed("a" * length)
+            matcher.ends_with_partial("a" * length)
+    assert time.perf_counter() - started < 2 * REGEX_BUDGET_S
 
 
 def test_a_broken_regex_is_refused() -> None:

@@ -8,7 +8,8 @@ token completes several, the one that starts first; of those the longer.
 
 Invariant: the work per token is bounded. A stop string of n characters can only end in the new characters, so the
 search begins n - 1 characters before them; a regex is searched in the last `REGEX_WINDOW` characters, which is
-therefore the longest match it can have. `^` and look-behind still see the whole text.
+therefore the longest match it can have, and all regexes of a request share one budget of time. `^` and look-behind
+still see the whole text.
 
 `ends_with_partial` is for streaming: text that may be the beginning of a stop must not be sent yet, for it cannot
 be taken back. The scheduler calls both, once per token, on `IncrementalDecoder.released_text`.
@@ -18,6 +19,7 @@ SGLang 0.5.23 takes the first stop string in list order, and decodes a tail of t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +28,9 @@ import regex
 from tinysrt.errors import RequestError
 
 REGEX_WINDOW = 1024  # characters
-REGEX_TIMEOUT_S = 0.1  # a pattern that backtracks for longer ends its own request, not the server
+# Searching stops the whole scheduler, so a pattern that backtracks ends its own request: after so long in one search,
+REGEX_TIMEOUT_S = 0.1
+REGEX_BUDGET_S = 2.0  # or in all searches of a request (honest patterns need some 50 µs a token).
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class StopMatcher:
         self.patterns = [_compile(pattern) for pattern in stop_regex]
         self._longest = max(map(len, self.stop), default=0)
         self._seen = 0  # characters searched before, without those that were still pending then
+        self._budget = REGEX_BUDGET_S  # seconds that its regexes may still take
 
     def __bool__(self) -> bool:
         return bool(self.stop or self.patterns)
@@ -58,7 +63,7 @@ class StopMatcher:
                 matches.append(StopMatch(start, start + len(stop), stop))
         begin = max(0, self._seen - REGEX_WINDOW)
         for pattern in self.patterns:
-            found = _search(pattern, text, begin)
+            found = self._search(pattern, text, begin)
             if found is not None:
                 matches.append(StopMatch(found.start(), found.end(), found.group()))
         # U+FFFD at the end may be half a character that becomes a whole one: look at its place again next time.
@@ -76,10 +81,24 @@ class StopMatcher:
                     return True
                 at = tail.find(stop[0], at + 1)
         for pattern in self.patterns:
-            found = _search(pattern, text, max(0, len(text) - REGEX_WINDOW), partial=True)
+            found = self._search(pattern, text, max(0, len(text) - REGEX_WINDOW), partial=True)
             if found is not None and found.partial and found.end() > found.start():
                 return True
         return False
+
+    def _search(
+        self, pattern: regex.Pattern[str], text: str, begin: int, partial: bool = False
+    ) -> regex.Match[str] | None:
+        started = time.perf_counter()
+        try:
+            if self._budget <= 0:
+                raise TimeoutError
+            return pattern.search(text, begin, partial=partial, timeout=min(REGEX_TIMEOUT_S, self._budget))
+        except TimeoutError as error:
+            message = f"stop_regex {pattern.pattern!r} takes too long to search: use a simpler pattern."
+            raise RequestError(message, param="stop_regex") from error
+        finally:
+            self._budget -= time.perf_counter() - started
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:
@@ -89,11 +108,3 @@ def _compile(pattern: str) -> regex.Pattern[str]:
         raise RequestError(
             f"stop_regex {pattern!r} is not a regular expression: {error}", param="stop_regex"
         ) from error
-
-
-def _search(pattern: regex.Pattern[str], text: str, begin: int, partial: bool = False) -> regex.Match[str] | None:
-    try:
-        return pattern.search(text, begin, partial=partial, timeout=REGEX_TIMEOUT_S)
-    except TimeoutError as error:
-        message = f"stop_regex {pattern.pattern!r} takes too long to search: use a simpler pattern."
-        raise RequestError(message, param="stop_regex") from error
