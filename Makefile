@@ -47,7 +47,7 @@ soak: $(BIN)/.installed-dev  ## the exhaustive matrices: hours; never in CI
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "tinysrt needs Python 3.11 or newer; name one with PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(strip $(VENV)) || { rm -rf $(strip $(VENV)); \
+	@$(PYTHON) -m venv $(strip $(VENV)) || { rm -rf $(strip $(VENV)); \
 		echo "Python cannot make a virtual environment: install its venv package (Debian: python3-venv)"; exit 1; }
 
 $(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python

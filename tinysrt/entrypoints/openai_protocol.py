@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,), "return_routed_experts": (False,), "return_token_ids": (False,),
     "return_cached_tokens_details": (False,), "return_prompt_token_ids": (False,), "prompt_logprobs": (),
     # other engines' sampling
-    "use_beam_search": (False,), "length_penalty": (1.0,), "allowed_token_ids": (), "bad_words": ([],),
+    "use_beam_search": (False,), "length_penalty": (1.0, 1), "allowed_token_ids": (), "bad_words": ([],),
     "truncate_prompt_tokens": (), "include_stop_str_in_output": (False,), "prompt_embeds": (),
 }  # fmt: skip
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "add_special_tokens": (True,)}
