@@ -39,6 +39,14 @@ def test_control_tokens_can_be_read_as_text(demo: Tokenizer) -> None:
     assert demo.encode("a<|im_end|>")[-1] == 2  # the other way of reading is not switched off
 
 
+@pytest.mark.parametrize(
+    "text", ["", " " * 1000, "a" * 1000, "é🎉" * 200, "<|im_end|>" * 50, "The quick brown fox. " * 50]
+)
+def test_the_fewest_tokens_are_never_too_many(demo: Tokenizer, text: str) -> None:
+    assert demo.fewest_tokens(text) <= len(demo.encode(text))
+    assert demo.fewest_tokens("x" * 10**6) > 8192
+
+
 def test_half_a_surrogate_pair_is_the_clients_error(demo: Tokenizer) -> None:
     with pytest.raises(RequestError, match="Unicode"):
         demo.encode("\ud83d")

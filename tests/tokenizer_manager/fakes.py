@@ -43,6 +43,9 @@ class ByteTokenizer:
             raise RuntimeError("a bug in the tokenizer")
         return list(text.encode())
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text) // 4
+
     def decode_batch(self, batch: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         return [bytes(i for i in ids if i < 256).decode(errors="replace") for ids in batch]
 

@@ -244,6 +244,19 @@ async def test_a_thousand_over_long_prompts_leave_no_state():
         assert not manager.rid_to_state
 
 
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch):
+    async with manager_and_scheduler() as (manager, _):
+        monkeypatch.setattr(manager.text, "encode", None)
+        monkeypatch.setattr(manager.text, "render_chat", None)
+        with pytest.raises(RequestError, match="more than 1000 tokens") as caught:
+            await collect(manager.generate_request(ask("x" * 4000)))
+        assert (caught.value.param, caught.value.code) == ("text", "context_length_exceeded")
+        with pytest.raises(RequestError, match="more than 1000 tokens") as caught:
+            await manager.render_chat([{"role": "user", "content": "x" * 4000}])
+        assert caught.value.param == "messages"
+        assert not manager.rid_to_state
+
+
 async def test_a_crash_in_the_tokenizer_leaves_no_state():
     async with manager_and_scheduler() as (manager, _):
         with pytest.raises(RuntimeError):

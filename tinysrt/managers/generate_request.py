@@ -275,6 +275,18 @@ class LengthLimits:
     auto_truncate: bool  # --allow-auto-truncate
 
 
+def refuse_far_too_long(fewest_tokens: int, limits: LengthLimits, field: str) -> None:
+    """For a text so long that encoding it, which takes seconds and gigabytes, could only end in a refusal."""
+    limit = min(limits.context_len, limits.max_input_len)
+    if fewest_tokens >= limit and not limits.auto_truncate:
+        raise RequestError(
+            f"The prompt has more than {fewest_tokens} tokens; this server takes at most {limit - 1} "
+            f"(its context length is {limits.context_len}).",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
 def fit_length(prompt: Prompt, limits: LengthLimits) -> None:
     """Prompt and answer must fit the context. What the client did not itself ask for by number is clipped."""
     ids, params, field = prompt.ids, prompt.params, "input_ids" if prompt.text is None else "text"

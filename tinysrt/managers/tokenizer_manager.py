@@ -42,6 +42,7 @@ from tinysrt.managers.generate_request import (
     GenerateReqInput,
     LengthLimits,
     fit_length,
+    refuse_far_too_long,
     refuse_what_needs_a_tokenizer,
 )
 from tinysrt.managers.request_state import ReqState, Waiter
@@ -175,22 +176,27 @@ class TokenizerManager:
         if self.tokenizer is None:
             for prompt in batch.prompts:
                 refuse_what_needs_a_tokenizer(prompt)
+        limits = self._length_limits()
         todo = [prompt for prompt in batch.prompts if prompt.input_ids is None]
         if todo:
+            for prompt in todo:
+                refuse_far_too_long(self.require_tokenizer().fewest_tokens(prompt.text or ""), limits, "text")
             encoded = await self.text.encode([prompt.text or "" for prompt in todo])
             for prompt, ids in zip(todo, encoded, strict=True):
                 prompt.input_ids = ids
-        context = self.model_config.context_len
-        limits = LengthLimits(
-            context_len=context,
-            max_input_len=self.control.scheduler_info.get("max_req_input_len", context),
-            auto_truncate=self.server_args.allow_auto_truncate,
-        )
         for prompt in batch.prompts:
             fit_length(prompt, limits)
             if self.trace.on:
                 for rid in prompt.sample_rids:
                     self.trace.event("tokenized", rid=rid, prompt_tokens=len(prompt.ids))
+
+    def _length_limits(self) -> LengthLimits:
+        context = self.model_config.context_len
+        return LengthLimits(
+            context_len=context,
+            max_input_len=self.control.scheduler_info.get("max_req_input_len", context),
+            auto_truncate=self.server_args.allow_auto_truncate,
+        )
 
     async def _warm_prefixes(self, batch: GenerateBatch, waiter: Waiter) -> None:
         """n > 1: n samples sent at once would each compute the prompt. A hidden copy that produces nothing goes
@@ -433,6 +439,9 @@ class TokenizerManager:
             raise RequestError("The scheduler does not answer.", status=503) from None
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> RenderedPrompt:
+        tokenizer = self.require_tokenizer()
+        fewest = sum(tokenizer.fewest_tokens(message["content"]) for message in messages)
+        refuse_far_too_long(fewest, self._length_limits(), "messages")
         return await self.text.render_chat(messages, **options)
 
     def require_tokenizer(self) -> Tokenizer:

@@ -40,6 +40,11 @@ class DecoderRules:
     leading_spaces: int = 0  # how many spaces at the start of a text are dropped
     first_token_only: bool = False  # ... or rather every space of its first token
 
+    @property
+    def knows_every_byte(self) -> bool:
+        """Any text can be written with these tokens, so none is left to an "unknown" of any length."""
+        return self.byte_level or self.byte_fallback
+
     @classmethod
     def read(cls, decoder: dict[str, Any] | None) -> DecoderRules | None:
         """None: a decoder that is not plain joining of bytes."""

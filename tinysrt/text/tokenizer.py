@@ -14,7 +14,9 @@ loads its own. SGLang: `utils/hf_transformers_utils.py::get_tokenizer`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tinysrt.errors import RequestError, StartupError
@@ -100,6 +102,21 @@ class Tokenizer:
             copy.encode_special_tokens = True
             self._plain_backend = copy
         return self._plain_backend
+
+    def fewest_tokens(self, text: str) -> int:
+        """No more than `encode` would give, without encoding: so that a text of megabytes can be refused at once.
+        (Encoding takes a second and some 400 MB for each. Blanks that a control token swallows are not considered.)"""
+        return len(text) // self._widest_token
+
+    @cached_property
+    def _widest_token(self) -> int:
+        """Characters of text that one token may stand for."""
+        # Elsewhere a single "unknown" may stand for any length.
+        if self.backend is None or self.pieces is None or not self.pieces.rules.knows_every_byte:
+            return sys.maxsize
+        widest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        # A normalizer may join characters (NFC makes one of up to four).
+        return widest if self.backend.normalizer is None else 4 * widest
 
     # ---- ids → text -------------------------------------------------------------------------------
 
