@@ -78,6 +78,11 @@ def test_a_context_that_is_too_long_is_refused(tiny_model: Path, tmp_path: Path)
     assert "100000" in message.replace(",", "") and "8192" in message.replace(",", "")
 
 
+@pytest.mark.parametrize("flag", ["--max-total-tokens", "--context-length"])
+def test_no_room_for_any_prompt_is_refused(tiny_model: Path, tmp_path: Path, flag: str) -> None:
+    assert flag in refusal(Server(tmp_path, "--model-path", str(tiny_model), flag, "10"))
+
+
 def test_sigterm_while_it_loads_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     with Server(tmp_path, "--model-path", str(tiny_model)) as server:
         while not list(server.sockets.glob("tinysrt-*")):  # children are being spawned

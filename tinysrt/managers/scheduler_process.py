@@ -25,6 +25,7 @@ from typing import Any
 
 import zmq
 
+from tinysrt.errors import StartupError
 from tinysrt.ipc import IpcNames, Receiver, Sender
 from tinysrt.managers.overlap_worker import OverlapWorker
 from tinysrt.managers.schedule_batch import StepMemory
@@ -45,6 +46,7 @@ from tinysrt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_PROMPT_LIMIT = 8  # tokens; a server that takes less has no use, and its own warm-up would not fit
 IDLE_WAIT_MS = 1000  # an idle scheduler looks around once a second (deadlines), else it sleeps in the poll
 
 
@@ -118,6 +120,12 @@ def build_scheduler(
         server_args, runner, tokenizer=tokenizer, eos_ids=eos_ids, inbox=inbox, outbox=outbox, trace=trace
     )
     limits = scheduler.limits
+    if limits.max_req_input_len < SHORTEST_PROMPT_LIMIT:
+        raise StartupError(
+            f"no room for prompts: a KV pool of {limits.capacity} tokens (--max-total-tokens, --page-size) and a "
+            f"context of {limits.context_len} (--context-length) leave {max(0, limits.max_req_input_len)} tokens for "
+            f"one; {SHORTEST_PROMPT_LIMIT} is the least"
+        )
     info = {
         "max_total_num_tokens": limits.capacity,
         "max_req_input_len": limits.max_req_input_len,
