@@ -191,6 +191,19 @@ def test_prompt_scores_are_whole_also_for_a_cached_prompt(loop: str, chunk: int,
     assert scores == [(None if i == start else -float(i + 100), i + 100) for i in range(start, 60)]
 
 
+def test_a_cap_on_requests_per_prefill_spreads_them_over_steps() -> None:
+    """And does not pass for a lack of rows: the next one is asked in the very next step."""
+    engine = engine_of("normal", prefill_max_requests=1)
+    for i in range(3):
+        engine.add(f"r{i}", [i], max_new_tokens=20)
+    prefills = []
+    for _ in range(3):
+        engine.step()
+        prefills.append([req.rid for req in engine.scheduler.seats.new_batch.reqs])  # type: ignore[union-attr]
+    assert prefills == [["r0"], ["r1"], ["r2"]]
+    engine.run()
+
+
 # ---- retract ------------------------------------------------------------------------------------------
 
 

@@ -229,6 +229,7 @@ class Scheduler:
             self.end_with_abort(req, FinishAbort("Aborted by the client."))
 
     def end_with_abort(self, req: Req, reason: FinishAbort) -> None:
+        """End a request between two results: out of its seat, `BatchResultProcessor.end` as at every end, last word."""
         if req.stage in (Stage.WAITING, Stage.RETRACTED):
             self.seats.waiting_queue.remove(req)
         if req is self.seats.chunked_req:
@@ -274,19 +275,10 @@ class Scheduler:
             running.is_full = False
 
     def get_new_batch_prefill(self, seats: Seats) -> ScheduleBatch | None:
+        """The next chunk of the chunked request, and as many waiting requests as fit beside it."""
         waiting, running = seats.waiting_queue, seats.running_batch
         if seats.chunked_req is None and (not waiting or running.is_full):
             return None
-        # A row for every newcomer. The chunked request has its own already.
-        newcomers = min(
-            self.limits.max_running_requests - len(running) - (seats.chunked_req is not None),
-            self.memory.pool.available_size(),
-            self.args.prefill_max_requests or len(waiting),
-        )
-        if newcomers <= 0 and seats.chunked_req is None:
-            running.is_full = True
-            return None
-        eligible = self.policy.sort(waiting)
         mixed = self._decode_batch_to_mix(seats)
         adder = PrefillAdder(
             self.memory,
@@ -301,7 +293,8 @@ class Scheduler:
             seats.chunked_req = adder.add_chunked_req(continuing)
             if seats.chunked_req is None:
                 continuing.move_to(Stage.PREFILLING)
-        self._admit_from_queue(seats, adder, eligible, newcomers)
+        if seats.chunked_req is None:  # a chunk that is not the last leaves no budget to others
+            self._admit_from_queue(seats, adder)
         if not adder.can_run_list:
             return None
         batch = ScheduleBatch.for_extend(adder.can_run_list, self.memory)
@@ -312,25 +305,26 @@ class Scheduler:
         self.report.log_prefill(batch, seats)
         return batch
 
-    def _admit_from_queue(self, seats: Seats, adder: PrefillAdder, eligible: int, newcomers: int) -> None:
-        """Ask the adder for one request after the other, at most `newcomers`; the first refusal ends the pass."""
-        waiting = seats.waiting_queue
-        already = len(adder.can_run_list)
-        # A chunk in progress uses up the chunk budget: newcomers get what its last chunk leaves.
+    def _admit_from_queue(self, seats: Seats, adder: PrefillAdder) -> None:
+        """Sort the queue, then ask the adder for one request after the other; the first refusal ends the pass."""
+        waiting, running = seats.waiting_queue, seats.running_batch
+        already = len(adder.can_run_list)  # 1 with the last chunk of the chunked request, which has its row
+        free_rows = min(self.limits.max_running_requests - len(running) - already, self.memory.pool.available_size())
+        # Sorting is not free: not while nobody can be admitted anyway.
+        may_be_asked = self.policy.sort(waiting) if free_rows > 0 else 0
+        if self.args.prefill_max_requests is not None:
+            may_be_asked = min(may_be_asked, self.args.prefill_max_requests - already)
         state = adder.budget_state() if already else AddReqResult.CONTINUE
-        if seats.chunked_req is not None:
-            return
-        for req in waiting[:eligible]:
+        for req in waiting[: max(0, min(may_be_asked, free_rows))]:
             if state is not AddReqResult.CONTINUE:
                 break
-            if len(adder.can_run_list) - already >= newcomers:
-                seats.running_batch.is_full = True
-                break
             state = adder.add_one_req(req)
-        if state is AddReqResult.NO_TOKEN and (adder.can_run_list or not seats.running_batch.is_empty()):
-            seats.running_batch.is_full = True
         admitted = adder.can_run_list[already:]
-        waiting[:] = [req for req in waiting if req not in admitted]
+        del waiting[: len(admitted)]  # asked in order: those admitted stand in front
+        out_of_rows = len(admitted) == max(0, free_rows)
+        out_of_memory = state is AddReqResult.NO_TOKEN and not (running.is_empty() and not adder.can_run_list)
+        if out_of_rows or out_of_memory:
+            running.is_full = True
         for req in admitted:
             if not req.admitted_once:
                 req.admitted_once = True
@@ -394,7 +388,7 @@ class Scheduler:
         victims: list[Req] = []
         while len(order) > 1 and not (victims and self._has_decode_room(running)):
             victims.append(self._send_back(seats, order.pop(0)))
-            running.keep(order_of(running, order))
+            running.keep(in_lane_order(running, order))
         if not self._has_decode_room(running) and seats.chunked_req is not None:
             victims.append(self._send_back(seats, seats.chunked_req))
             seats.chunked_req = None
@@ -588,6 +582,6 @@ class Scheduler:
         }
 
 
-def order_of(batch: ScheduleBatch, wanted: list[Req]) -> list[Req]:
+def in_lane_order(batch: ScheduleBatch, wanted: list[Req]) -> list[Req]:
     """`wanted`, in the batch's lane order."""
     return [req for req in batch.reqs if req in wanted]

@@ -105,10 +105,9 @@ class KVPool:
         self.dtype = dtype
         shape_k = (size + page_size, num_kv_heads, head_dim)
         shape_v = (size + page_size, num_kv_heads, v_head_dim or head_dim)
-        # zeros, not empty: a NaN left in the dummy slot would spread from a padded lane. On a CPU the system hands
-        # out zero pages when they are first touched, so an unused part of the pool costs nothing.
-        self.k_buffer: list[Tensor] = [torch.zeros(shape_k, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v_buffer: list[Tensor] = [torch.zeros(shape_v, dtype=dtype, device=device) for _ in range(num_layers)]
+        # zeros, not empty: a NaN left in the dummy slot would spread from a padded lane.
+        self.k_buffer: list[Tensor] = [_zeros(shape_k, dtype, device) for _ in range(num_layers)]
+        self.v_buffer: list[Tensor] = [_zeros(shape_v, dtype, device) for _ in range(num_layers)]
 
     def set_kv(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """slots (T,) int64; k (T, kv_heads, head_dim), v (T, kv_heads, v_head_dim). Only slot 0 may occur twice."""
@@ -121,3 +120,12 @@ class KVPool:
     ) -> int:
         """What one token costs, all layers together: the figure that turns a memory budget into `size`."""
         return num_layers * num_kv_heads * (head_dim + (v_head_dim or head_dim)) * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """On a CPU through numpy: the system hands out zero pages when they are first touched, so a part of the pool that
+    is not used costs no memory. `torch.zeros` writes them all."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    zeros = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(zeros).view(dtype).view(shape)
