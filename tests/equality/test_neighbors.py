@@ -18,8 +18,8 @@ from tinysrt.sampling_params import SamplingParams
 PROMPTS = catalog()
 SWITCHES = [
     Switches("normal", radix=False),
-    Switches("late", chunk=16, page=16, mixed=True),
-    Switches("overlap", chunk=64, tight=True),
+    Switches("late", chunk=64, page=16, mixed=True),
+    Switches("overlap", chunk=32, mixed=True, tight=True),
 ]
 TIGHT_POOL = 320
 

@@ -22,7 +22,7 @@ requests = st.fixed_dictionaries(
         "at": st.integers(0, 50),
         "limit": st.integers(0, LENGTH),
         "stop": st.none() | st.integers(0, LENGTH - 1),  # stop at the token that the text has here
-        "kind": st.sampled_from(["greedy", "greedy", "greedy", "hot", "scored"]),
+        "kind": st.sampled_from(["greedy", "greedy", "greedy", "hot", "penalized", "scored"]),
         "start": st.integers(-1, 40),
         "stream": st.booleans(),
         "abort": st.none() | st.none() | st.integers(0, 70),  # step
@@ -35,6 +35,8 @@ def make_ask(model: Model, rid: str, drawn: dict[str, Any]) -> Ask:
     ask = Ask(rid, prompt, at=drawn["at"], stream=drawn["stream"])
     if drawn["kind"] == "hot":
         ask = Ask(rid, prompt, hot(drawn["prompt"]), drawn["at"], drawn["stream"])
+    if drawn["kind"] == "penalized":
+        ask = ask.having(frequency_penalty=0.6, repetition_penalty=1.2, logit_bias={11: 2.0})
     if drawn["kind"] == "scored":
         start = min(drawn["start"], len(prompt))
         ask = Ask(
@@ -54,7 +56,7 @@ def make_ask(model: Model, rid: str, drawn: dict[str, Any]) -> Ask:
 )
 @given(
     switches=switches,
-    drawn=st.lists(requests, min_size=1, max_size=32),
+    drawn=st.lists(requests, min_size=1, max_size=4) | st.lists(requests, min_size=12, max_size=32),
     capacity=st.sampled_from([176, 224, 320]),
     max_running=st.sampled_from([3, 32]),
 )
