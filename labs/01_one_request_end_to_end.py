@@ -39,11 +39,12 @@ import tempfile
 import tinysrt
 
 PROMPT = "The capital of France is"
+scratch = tempfile.TemporaryDirectory(prefix="tinysrt-lab-")  # goes with the kernel
 
 
 def traced(*, overlap, requests):
     """Run the prompt once for each of `requests`, whole or as a stream; the answers, and the folder of the trace."""
-    folder = tempfile.mkdtemp(prefix="tinysrt-lab-")
+    folder = tempfile.mkdtemp(dir=scratch.name)
     # One thread for the model: two would fight for the cores with whatever else runs here, and times would say little.
     flags = dict(trace_dir=folder, disable_overlap_schedule=not overlap, num_threads=1)
     answers = []
