@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -36,20 +37,20 @@ def test_a_slow_reader_loses_nothing_and_holds_nobody_up(
 ) -> None:
     """Traps 58 and 59: one side binds, the other may connect and send before that; no queue is bounded."""
 
-    def listen() -> Receiver[AbortReq]:
-        return Receiver(context, names.scheduler_input, ToScheduler, bind=True)
+    with ExitStack() as stack:
 
-    receiver = listen() if reader_is_there else None
-    sender = Sender(context, names.scheduler_input)
-    for number in range(MANY):
-        sender.send(AbortReq(rid=str(number)))  # would block for a second, then raise
-    receiver = receiver or listen()
-    got: list[str] = []
-    while len(got) < MANY and receiver.wait(10_000):
-        got += [message.rid for message in receiver.drain()]
-    assert got == [str(number) for number in range(MANY)]
-    sender.close()
-    receiver.close()
+        def listen() -> Receiver[AbortReq]:
+            return stack.enter_context(closing(Receiver(context, names.scheduler_input, ToScheduler, bind=True)))
+
+        receiver = listen() if reader_is_there else None
+        sender = stack.enter_context(closing(Sender(context, names.scheduler_input)))
+        for number in range(MANY):
+            sender.send(AbortReq(rid=str(number)))  # a bounded queue would block for a second, then raise
+        receiver = receiver or listen()
+        got: list[str] = []
+        while len(got) < MANY and receiver.wait(10_000):
+            got += [message.rid for message in receiver.drain()]
+        assert got == [str(number) for number in range(MANY)]
 
 
 def test_nobody_else_may_connect(names: IpcNames, context: zmq.Context) -> None:
