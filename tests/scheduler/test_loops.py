@@ -204,6 +204,20 @@ def test_a_cap_on_requests_per_prefill_spreads_them_over_steps() -> None:
     engine.run()
 
 
+def test_many_riders_do_not_lock_newcomers_out() -> None:
+    """With mixed chunks the decoding requests share the chunk budget; if they would use it up, prefill goes alone."""
+    engine = engine_of("normal", enable_mixed_chunk=True, chunked_prefill_size=4, max_running_requests=8)
+    for i in range(4):
+        engine.add(f"r{i}", [i], max_new_tokens=30)
+    for _ in range(3):
+        engine.step()
+    engine.add("late", [9] * 6, max_new_tokens=2)
+    for _ in range(4):
+        engine.step()
+    assert engine.output_ids("late")
+    engine.run()
+
+
 # ---- retract ------------------------------------------------------------------------------------------
 
 

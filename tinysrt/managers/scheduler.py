@@ -344,6 +344,9 @@ class Scheduler:
         self._drop_those_that_end(running)
         if running.is_empty() or any(req.return_logprob for req in running.reqs):
             return None
+        # They share the chunk budget; where they would leave less than a page of it, no prompt could ever move on.
+        if self.chunk_budget - len(running) < self.limits.page_size:
+            return None
         return running
 
     def _can_mix(self, prefill: ScheduleBatch, decode: ScheduleBatch) -> bool:
