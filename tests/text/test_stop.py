@@ -147,6 +147,14 @@ def test_regexes_that_are_slow_but_never_too_slow_share_a_budget() -> None:
     assert time.perf_counter() - started < 2 * REGEX_BUDGET_S
 
 
+def test_an_honest_regex_never_meets_the_budget_however_long_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinysrt.text.stop.REGEX_BUDGET_S", 0.02)
+    matcher, text = StopMatcher([], [r"\n\n+END", r"(?i)thank you.*bye\b"]), ""
+    for _ in range(2000):
+        text += "some text "
+        assert matcher.feed(text) is None and not matcher.ends_with_partial(text)
+
+
 def test_a_broken_regex_is_refused() -> None:
     with pytest.raises(RequestError, match="not a regular expression"):
         StopMatcher([], ["("])

@@ -30,7 +30,10 @@ from tinysrt.errors import RequestError
 REGEX_WINDOW = 1024  # characters
 # Searching stops the whole scheduler, so a pattern that backtracks ends its own request: after so long in one search,
 REGEX_TIMEOUT_S = 0.1
-REGEX_BUDGET_S = 2.0  # or in all searches of a request (honest patterns need some 50 µs a token).
+REGEX_BUDGET_S = (
+    2.0  # or in all searches of a request, beside what each token may take. Honest patterns need some 50 µs
+)
+REGEX_BUDGET_PER_TOKEN_S = 0.001  # a token; it is the thread's own time, since a forward may run at the same time.
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class StopMatcher:
             if start >= 0:
                 matches.append(StopMatch(start, start + len(stop), stop))
         begin = max(0, self._seen - REGEX_WINDOW)
+        self._budget += REGEX_BUDGET_PER_TOKEN_S
         for pattern in self.patterns:
             found = self._search(pattern, text, begin)
             if found is not None:
@@ -89,7 +93,7 @@ class StopMatcher:
     def _search(
         self, pattern: regex.Pattern[str], text: str, begin: int, partial: bool = False
     ) -> regex.Match[str] | None:
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             if self._budget <= 0:
                 raise TimeoutError
@@ -98,7 +102,7 @@ class StopMatcher:
             message = f"stop_regex {pattern.pattern!r} takes too long to search: use a simpler pattern."
             raise RequestError(message, param="stop_regex") from error
         finally:
-            self._budget -= time.perf_counter() - started
+            self._budget -= time.thread_time() - started
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:
