@@ -257,9 +257,11 @@ async def test_loads_in_all_formats():
         server.scheduler.send(
             LoadSnapshot(num_running_reqs=2, num_waiting_reqs=1, num_used_tokens=25, max_total_num_tokens=100)
         )
-        await asyncio.sleep(0.1)
-        body = (await server.get("/v1/loads")).json()
-        (load,) = body["loads"]
+        loads: list[dict] = []
+        while not loads or not loads[0]["num_running_reqs"]:  # until the snapshot has come through the socket
+            await asyncio.sleep(0.01)
+            loads = (await server.get("/v1/loads")).json()["loads"]
+        (load,) = loads
         assert (load["num_running_reqs"], load["token_usage"], load["num_total_tokens"]) == (2, 0.25, 25)
         text = (await server.get("/v1/loads?format=prometheus")).text
         assert 'sglang_num_running_reqs{dp_rank="0"} 2' in text
