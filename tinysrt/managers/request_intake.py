@@ -15,9 +15,7 @@ from tinysrt.text.stop import StopMatcher
 from tinysrt.text.tokenizer import Tokenizer
 
 
-def make_req(
-    message: TokenizedGenerateReqInput, limits: Limits, tokenizer: Tokenizer | None, *, waiting: int, arrival: int
-) -> Req:
+def make_req(message: TokenizedGenerateReqInput, limits: Limits, tokenizer: Tokenizer | None, *, waiting: int) -> Req:
     """Raises RequestError for a request that this server cannot run, now (503) or ever (400)."""
     length = len(message.input_ids)
     if length > limits.max_req_input_len:
@@ -46,5 +44,4 @@ def make_req(
         max_new_tokens=limits.clip_max_new_tokens(length, params.max_new_tokens),
         decoder=decoder,
         stop_matcher=matcher,
-        arrival=arrival,
     )

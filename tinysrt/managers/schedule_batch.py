@@ -91,7 +91,6 @@ class Req:
         max_new_tokens: int,
         decoder: IncrementalDecoder | None = None,
         stop_matcher: StopMatcher | None = None,
-        arrival: int = 0,
     ):
         # Who asks, and for what. Never changes.
         self.rid = message.rid
@@ -109,7 +108,6 @@ class Req:
         self.logprob_start_len = message.logprob_start_len if message.return_logprob else -1
         self.top_logprobs_num = message.top_logprobs_num
         self.token_ids_logprob = message.token_ids_logprob
-        self.arrival = arrival  # scheduler's own counter, ties in every ordering are broken by it
 
         # Where it is.
         self.stage = Stage.WAITING

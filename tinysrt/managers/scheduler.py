@@ -119,7 +119,6 @@ class Scheduler:
         self.live: dict[str, Req] = {}  # every request that has not ended, by rid
         self.new_token_ratio = self.init_new_token_ratio
         self.forward_count = 0
-        self.arrivals = 0
         self.now = 0.0
         self.running = True  # the event loop goes on
         self.paused = False
@@ -204,15 +203,12 @@ class Scheduler:
         try:
             if message.rid in self.live:
                 raise RequestError(f"A request with rid {message.rid!r} is already running.", param="rid")
-            req = make_req(
-                message, self.limits, self.tokenizer, waiting=len(self.seats.waiting_queue), arrival=self.arrivals
-            )
+            req = make_req(message, self.limits, self.tokenizer, waiting=len(self.seats.waiting_queue))
         except RequestError as error:
             err_type = "ServiceUnavailable" if error.status == 503 else "BadRequestError"
             finish = FinishAbort(error.message, error.status, err_type)
             self.outbox.to_tokenizer(AbortReq(rid=message.rid, finish=finish), message.reply_to)
             return
-        self.arrivals += 1
         self.live[req.rid] = req
         self.seats.waiting_queue.append(req)
         if self.trace.on:
@@ -353,7 +349,7 @@ class Scheduler:
         """No scores on either side, and room for a token each; else the decode rows sit out this step."""
         if any(req.return_logprob for req in prefill.reqs):
             return False
-        return self.memory.make_room(decode.decode_tokens_needed(self.limits.page_size))
+        return self._has_decode_room(decode)
 
     def update_running_batch(self, seats: Seats) -> ScheduleBatch | None:
         """Prepare the next decode step of the running batch; None if there is none to run now."""
@@ -361,7 +357,7 @@ class Scheduler:
         self._drop_those_that_end(running)
         if running.is_empty():
             return None
-        if self.memory.make_room(running.decode_tokens_needed(self.limits.page_size)):
+        if self._has_decode_room(running):
             decay = (self.init_new_token_ratio - self.min_new_token_ratio) / NEW_TOKEN_RATIO_DECAY_STEPS
             self.new_token_ratio = max(self.new_token_ratio - decay, self.min_new_token_ratio)
         elif self.in_flight:
@@ -412,6 +408,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _has_decode_room(self, running: ScheduleBatch) -> bool:
+        """A slot for everyone's next token; what nobody holds is evicted for it."""
         return self.memory.make_room(running.decode_tokens_needed(self.limits.page_size))
 
     def _send_back(self, seats: Seats, req: Req) -> Req:
