@@ -7,7 +7,6 @@ of the ratios of neighboring blocks, because a shared machine drifts; pairs of t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -15,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from tinysrt.bench import report
 from tinysrt.bench.fake_model import ListInbox, ListOutbox
 from tinysrt.managers.scheduler import Scheduler
 from tinysrt.managers.scheduler_process import assemble
@@ -92,7 +91,7 @@ def measure(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tinysrt bench overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", help="default: the demo model")
     parser.add_argument("--dtype", default="auto")
@@ -101,8 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="decode steps per block")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--num-threads", type=int)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    report.add_output_flags(parser, plot=False)
     cli = parser.parse_args(argv)
+    report.check_output_flags(cli)
     args = ServerArgs(
         model_path=cli.model_path or ensure_demo_model(), dtype=cli.dtype, num_threads=cli.num_threads
     ).resolve()
@@ -112,18 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(runner, args, batch_size=size, prompt=cli.prompt, steps=cli.steps, pairs=cli.pairs)
         for size in cli.batch_sizes
     ]
-    if cli.json:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
-        return 0
     table = Table(title=f"decode step, {runner.dtype}, {runner.num_threads} threads, median of {cli.pairs} pairs")
     for name in ("batch", "normal ms", "overlap ms", "overlap / normal", "normal / normal (noise)"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(str(row["batch_size"]), *(f"{row[key]:.3f}" for key in list(row)[1:]))
-    Console().print(table)
+    figures = {"dtype": str(runner.dtype), "threads": runner.num_threads, "pairs": cli.pairs, "rows": rows}
+    report.publish(cli, "overlap", figures, [table], argv=argv)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

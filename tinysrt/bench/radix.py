@@ -15,12 +15,12 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from tinysrt.bench import report
 from tinysrt.mem_cache.radix_tree import RadixTree
 
 _LEAF_TOKENS = 32  # a first half that others share, and a half of its own
@@ -41,13 +41,15 @@ def run_radix_bench(
     num_leaves: int = 40_000,
     page_sizes: Sequence[int] = (1, 16),
     repeats: int = 200,
-    console: Console | None = None,
 ) -> list[Measured]:
-    """Measure, print a table, return its figures."""
     rows: list[Measured] = []
     for page_size in page_sizes:
         for leaves in (max(1, num_leaves // 100), num_leaves):
             rows += measure(prompt_len, leaves, page_size, repeats)
+    return rows
+
+
+def table_of(rows: Sequence[Measured], prompt_len: int, repeats: int) -> Table:
     table = Table(title=f"Prefix tree, prompts of {prompt_len:,} tokens, {repeats} repeats")
     table.add_column("operation")
     for column in ("page", "leaves", "median µs", "99 % µs"):
@@ -55,8 +57,7 @@ def run_radix_bench(
     for row in rows:
         figures = (f"{row.num_leaves:,}", f"{row.median_us:,.1f}", f"{row.p99_us:,.1f}")
         table.add_row(row.operation, str(row.page_size), *figures)
-    (console or Console()).print(table)
-    return rows
+    return table
 
 
 def measure(prompt_len: int, num_leaves: int, page_size: int, repeats: int) -> list[Measured]:
@@ -111,6 +112,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--leaves", type=int, default=40_000, help="leaves in the large tree (default 40000)")
     parser.add_argument("--page-size", type=int, nargs="+", default=[1, 16], help="page sizes (default 1 16)")
     parser.add_argument("--repeats", type=int, default=200)
+    report.add_output_flags(parser, plot=False)
     args = parser.parse_args(argv)
-    run_radix_bench(args.prompt_len, args.leaves, args.page_size, args.repeats)
+    report.check_output_flags(args)
+    rows = run_radix_bench(args.prompt_len, args.leaves, args.page_size, args.repeats)
+    table = table_of(rows, args.prompt_len, args.repeats)
+    report.publish(args, "radix", {"rows": [asdict(row) for row in rows]}, [table], argv=argv)
     return 0

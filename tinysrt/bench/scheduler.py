@@ -8,8 +8,6 @@ hides this time if it is shorter than the forward; on a CPU it is added to every
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import time
@@ -17,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from tinysrt.bench import report
 from tinysrt.bench.fake_model import FakeEngine
 
 
@@ -62,24 +60,20 @@ def measure(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tinysrt bench scheduler", description=__doc__.splitlines()[0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    report.add_output_flags(parser, plot=False)
     args = parser.parse_args(argv)
+    report.check_output_flags(args)
     torch.set_num_threads(1)
     rows = [
         measure(batch_size=size, page_size=page, radix=radix, overlap=overlap, steps=args.steps)
         for size in args.batch_sizes
         for page, radix, overlap in ((1, True, False), (16, True, False), (1, False, False), (1, True, True))
     ]
-    machine = f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    if args.json:
-        json.dump({"machine": machine, "rows": rows}, sys.stdout, indent=1)
-        print()
-        return 0
-    table = Table(title=f"scheduler time per decode step, fake model ({machine})")
+    table = Table(title=f"scheduler time per decode step, fake model ({report.machine_line()})")
     for name in ("batch", "page", "radix", "overlap", "min ms", "median ms", "p99 ms"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -89,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             *("on" if row[k] else "off" for k in ("radix", "overlap")),
         ]
         table.add_row(*switches, *(f"{row[k]:.3f}" for k in ("min_ms", "median_ms", "p99_ms")))
-    Console().print(table)
+    report.publish(args, "scheduler", {"steps": args.steps, "rows": rows}, [table], argv=argv)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
