@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,12 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tinysrt.kernels import reference
+from tinysrt.kernels.kernel_set import REFERENCE
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.attention import torch_native
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from tinysrt.model_executor.layers.linear import Linear, can_pack
 from tinysrt.model_executor.layers.lm_head import LMHead
+from tinysrt.model_executor.layers.rotary import rope_cache
 
 ROWS, WIDTH, KV_HEADS, DIM = 9, 300, 2, 8
 
@@ -41,14 +45,14 @@ def attention_case(mode: ForwardMode, news: list[int], prefixes: list[int], grou
         pool.v_buffer[0][mine[:prefix]] = torch.randn(prefix, KV_HEADS, DIM)
         locs += mine[prefix:].tolist()
     tokens = sum(news)
-    q = torch.randn(tokens, KV_HEADS * group, DIM)
-    k, v = torch.randn(2, tokens, KV_HEADS, DIM)
+    qkv = torch.randn(tokens, KV_HEADS * group + 2 * KV_HEADS, DIM)
+    positions = [p + i for new, p in zip(news, prefixes, strict=True) for i in range(new)]
     extend = mode is not ForwardMode.DECODE
     batch = ForwardBatch(
         forward_mode=mode,
         step=0,
         input_ids=torch.zeros(tokens, dtype=torch.int64),
-        positions=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.tensor(positions),
         out_cache_loc=torch.tensor(locs),
         req_pool_indices=torch.tensor(rows),
         seq_lens=torch.tensor(lens),
@@ -56,15 +60,29 @@ def attention_case(mode: ForwardMode, news: list[int], prefixes: list[int], grou
         extend_seq_lens=news if extend else [],
         extend_prefix_lens=prefixes if extend else [],
     )
-    return pool, table, batch, (q, k, v)
+    return pool, table, batch, qkv
+
+
+def make_backend(pool: KVPool, table: Tensor, group: int) -> TorchNativeBackend:
+    cache = rope_cache(DIM, {"rope_type": "default", "rope_theta": 100.0}, WIDTH)
+    return TorchNativeBackend(REFERENCE, pool, table, cache, KV_HEADS * group, DIM**-0.5, [None])
 
 
 def check_attention(mode, news, prefixes, group, seed, padded_size=None) -> None:
-    pool, table, batch, (q, k, v) = attention_case(mode, news, prefixes, group, seed)
-    backend = TorchNativeBackend(pool, table, DIM**-0.5)
-    got = backend.attend(0, q, k, v, backend.plan(batch, padded_size))
+    pool, table, batch, qkv = attention_case(mode, news, prefixes, group, seed)
+    backend = make_backend(pool, table, group)
+    got = backend.attend(0, qkv, backend.plan(batch, padded_size))
+    q = backend.rope_and_store(0, qkv, batch.positions, batch.out_cache_loc)  # stores the same once more
+    starts = F.pad(torch.tensor(news).cumsum(0), (1, 0))
     expected = reference.extend_attention(
-        q, pool.k_buffer[0], pool.v_buffer[0], table, batch.req_pool_indices, news, prefixes, DIM**-0.5
+        q,
+        pool.k_buffer[0],
+        pool.v_buffer[0],
+        table,
+        batch.req_pool_indices,
+        starts,
+        torch.tensor(prefixes),
+        DIM**-0.5,
     )
     torch.testing.assert_close(got.view_as(expected), expected, rtol=1e-4, atol=1e-5)
 
@@ -94,14 +112,13 @@ def test_extend_equals_the_reference_whatever_the_lengths_and_blocks(requests, g
 
 
 def test_lanes_padded_for_a_graph_attend_to_the_dummy_slot_only():
-    pool, table, batch, (q, k, v) = attention_case(ForwardMode.DECODE, [1] * 3, [5, 30, 2], 3, 1)
-    backend = TorchNativeBackend(pool, table, DIM**-0.5)
-    plain = backend.attend(0, q, k, v, backend.plan(batch))
-    pad = lambda x: F.pad(x, (0, 0, 0, 0, 0, 2))  # noqa: E731
-    padded_locs = torch.cat((batch.out_cache_loc, torch.zeros(2, dtype=torch.int64)))
-    plan = backend.plan(batch, padded_size=5)
-    plan = torch_native.Plan(padded_locs, plan.decode, plan.extend, plan.future)
-    padded = backend.attend(0, pad(q), pad(k), pad(v), plan)
+    pool, table, batch, qkv = attention_case(ForwardMode.DECODE, [1] * 3, [5, 30, 2], 3, 1)
+    backend = make_backend(pool, table, 3)
+    plain = backend.attend(0, qkv, backend.plan(batch))
+    padded_batch = replace(
+        batch, positions=F.pad(batch.positions, (0, 2)), out_cache_loc=F.pad(batch.out_cache_loc, (0, 2))
+    )
+    padded = backend.attend(0, F.pad(qkv, (0, 0, 0, 0, 0, 2)), backend.plan(padded_batch, padded_size=5))
     torch.testing.assert_close(padded[:3], plain)
     assert padded.isfinite().all()
 
@@ -118,14 +135,19 @@ def test_rms_norm_is_its_formula_and_head_norms_use_one_weight_row_each():
     torch.testing.assert_close(normed, reference.rms_norm(residual, weight[0], 1e-5))
 
 
-def test_rope_turns_pairs_and_keeps_their_length():
-    x, angle = torch.randn(4, 2, 6), torch.randn(4, 1, 3)
-    cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
-    rotated = reference.apply_rope(x, cos, sin)
-    first, second = x[..., :3], x[..., 3:]
-    torch.testing.assert_close(rotated[..., :3], first * angle.cos() - second * angle.sin())
-    torch.testing.assert_close(rotated[..., 3:], second * angle.cos() + first * angle.sin())
-    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+def test_rope_turns_pairs_keeps_their_length_and_stores_k_and_v():
+    cache = rope_cache(6, {"rope_type": "default", "rope_theta": 100.0}, 9)
+    qkv, positions, slots = torch.randn(4, 5, 6), torch.tensor([3, 0, 8, 1]), torch.tensor([2, 9, 1, 5])
+    k_buffer, v_buffer = torch.zeros(2, 10, 1, 6)
+    q = reference.rope_and_store(qkv, positions, cache, k_buffer, v_buffer, slots, num_heads=3)
+    angle = (positions.unsqueeze(1) * torch.tensor([1.0, 100 ** (-1 / 3), 100 ** (-2 / 3)])).unsqueeze(1)
+    first, second = qkv[:, :4, :3], qkv[:, :4, 3:]
+    turned = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1)
+    torch.testing.assert_close(q, turned[:, :3])
+    torch.testing.assert_close(k_buffer[slots], turned[:, 3:])
+    torch.testing.assert_close(v_buffer[slots], qkv[:, 4:])
+    torch.testing.assert_close(q.norm(dim=-1), qkv[:, :3].norm(dim=-1))
+    assert k_buffer[[0, 3, 4, 6, 7, 8]].eq(0).all()
 
 
 def test_silu_and_mul_gates_the_right_half_with_the_left():
@@ -134,15 +156,55 @@ def test_silu_and_mul_gates_the_right_half_with_the_left():
 
 
 def test_decode_attention_is_extend_attention_of_one_token():
-    _, table, batch, (q, k, v) = (case := attention_case(ForwardMode.DECODE, [1] * 3, [4, 9, 0], 2, 3))
-    pool: KVPool = case[0]
-    pool.set_kv(0, batch.out_cache_loc, k, v)
+    pool, table, batch, qkv = attention_case(ForwardMode.DECODE, [1] * 3, [4, 9, 0], 2, 3)
+    q = make_backend(pool, table, 2).rope_and_store(0, qkv, batch.positions, batch.out_cache_loc)
     out = reference.decode_attention(
-        q, pool.k_buffer[0], pool.v_buffer[0], table, batch.req_pool_indices, batch.seq_lens_cpu, 0.3
+        q, pool.k_buffer[0], pool.v_buffer[0], table, batch.req_pool_indices, batch.seq_lens, 0.3
     )
     slots = table[batch.req_pool_indices[1], :10].long()
     weights = (pool.k_buffer[0][slots, 1] @ q[1, 3] * 0.3).softmax(0)  # query head 3 reads KV head 1
     torch.testing.assert_close(out[1, 3], weights @ pool.v_buffer[0][slots, 1])
+
+
+def test_a_window_hides_all_but_the_last_positions():
+    pool, table, batch, qkv = attention_case(ForwardMode.EXTEND, [6], [9], 2, 5)
+    q = make_backend(pool, table, 2).rope_and_store(0, qkv, batch.positions, batch.out_cache_loc)
+    k_buffer, v_buffer, rows = pool.k_buffer[0], pool.v_buffer[0], batch.req_pool_indices
+    bounds = torch.tensor([0, 6]), torch.tensor([9])
+    out = reference.extend_attention(q, k_buffer, v_buffer, table, rows, *bounds, 0.3, window=4)
+    slots = table[rows[0], 9 + 2 - 3 : 9 + 2 + 1].long()  # new token 2 sits at position 11 and sees 8 to 11
+    weights = (k_buffer[slots, 0] @ q[2, 1] * 0.3).softmax(0)
+    torch.testing.assert_close(out[2, 1], weights @ v_buffer[slots, 0])
+
+
+def test_sample_tokens_draws_from_what_the_filters_leave():
+    """Weights 8 : 4 : 2 : 1 at ids 2, 0, 3, 1; a uniform picks along the ids."""
+    logits = torch.tensor([[4.0, 1.0, 8.0, 2.0]]).log().expand(7, 4)
+    off = dict(top_k=4, top_p=1.0, min_p=0.0)
+    rows = [
+        (0.0, off, 0),
+        (4.5 / 15, off, 1),
+        (0.99, off, 3),
+        (0.99, off | dict(top_k=2), 2),
+        (0.1, off | dict(top_k=1), 2),
+        (0.99, off | dict(top_p=0.5), 2),  # 8 / 15 already covers one half
+        (0.99, off | dict(min_p=0.3), 2),
+    ]
+    ids = reference.sample_tokens(
+        logits,
+        torch.ones(7),
+        torch.tensor([row["top_k"] for _, row, _ in rows]),
+        torch.tensor([row["top_p"] for _, row, _ in rows]),
+        torch.tensor([row["min_p"] for _, row, _ in rows]),
+        torch.tensor([uniform for uniform, _, _ in rows], dtype=torch.float64),
+    )
+    assert ids.tolist() == [token for _, _, token in rows]
+
+
+def test_grouped_gemm_sends_each_row_through_its_groups_matrix():
+    x, weight = torch.randn(5, 3), torch.randn(3, 2, 3)
+    y = reference.grouped_gemm(x, weight, torch.tensor([0, 2, 2, 5]))
+    torch.testing.assert_close(y, torch.cat((x[:2] @ weight[0].T, x[2:] @ weight[2].T)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,10 +25,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tinysrt.distributed.parallel_state import SINGLE, ParallelState
+from tinysrt.kernels.kernel_set import load_kernels
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.layers.logits_processor import LogitsOutput, compute_logits, input_score_owners
+from tinysrt.model_executor.layers.rotary import rope_cache
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.sampler import SampleOutput, Sampler
 from tinysrt.model_executor.sizing import (
@@ -53,6 +56,7 @@ class ModelRunner:
         model_config: ModelConfig,
         *,
         trace: Recorder,
+        parallel: ParallelState = SINGLE,
         on_progress: Progress | None = None,
     ):
         self.config = model_config
@@ -64,10 +68,17 @@ class ModelRunner:
         self._prepared_thread: int | None = None
         self._prepare_thread()
 
+        kernels = load_kernels(server_args.attention_backend or "torch_native")
         free_before = free_memory(self.device)
         with torch.inference_mode():
             self.model = load_model(
-                model_config, self.dtype, self.device, server_args.load_format, on_progress=on_progress
+                model_config,
+                self.dtype,
+                self.device,
+                server_args.load_format,
+                kernels=kernels,
+                parallel=parallel,
+                on_progress=on_progress,
             )
         self.max_total_num_tokens = size_kv_pool(server_args, model_config, self.dtype, self.device, free_before)
         self.max_running_requests = size_request_table(
@@ -85,7 +96,15 @@ class ModelRunner:
         rows, self.table_width = self.max_running_requests + 1, model_config.context_len + TABLE_SLACK
         self.table = torch.zeros(rows, self.table_width, dtype=torch.int32, device=self.device)
         self.relay = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.attention = TorchNativeBackend(self.kv_pool, self.table, model_config.head_dim**-0.5)
+        self.attention = TorchNativeBackend(
+            kernels,
+            self.kv_pool,
+            self.table,
+            rope_cache(model_config.head_dim, model_config.rope, self.table_width).to(self.device),
+            model_config.num_heads,
+            model_config.head_dim**-0.5,
+            [None] * model_config.num_layers,
+        )
         self.sampler = Sampler(self.vocab_size, self.device)
 
     @torch.inference_mode()
@@ -95,7 +114,7 @@ class ModelRunner:
             self.table.view(-1)[batch.table_update.flat_index] = batch.table_update.slots
         input_ids = self._fill_from_relay(batch)
         attend = partial(self.attention.attend, plan=self.attention.plan(batch))
-        hidden = self.model(input_ids, batch.positions, attend)
+        hidden = self.model(input_ids, attend)
         return compute_logits(hidden, self.model.lm_head, batch)
 
     @torch.inference_mode()

@@ -24,7 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from tinysrt.distributed.parallel_state import SINGLE, ParallelState
 from tinysrt.errors import StartupError
+from tinysrt.kernels.kernel_set import REFERENCE, KernelSet
 from tinysrt.model_executor.layers.linear import Linear
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.models.llama import LlamaForCausalLM
@@ -36,11 +38,18 @@ DUMMY_STD = 0.02
 
 
 def load_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str, on_progress: Progress | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    *,
+    kernels: KernelSet = REFERENCE,
+    parallel: ParallelState = SINGLE,
+    on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
     build = model_class(config)
     with torch.device("meta"):  # shapes only; memory is taken once, in the right format, on the right device
-        model = build(config)
+        model = build(config, kernels=kernels, parallel=parallel)
     model = model.to(dtype).to_empty(device=device)
     if load_format == "dummy":
         fill_with_noise(model)

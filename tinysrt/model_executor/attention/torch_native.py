@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.attention.base import AttentionBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 
@@ -54,6 +53,7 @@ class ExtendRequest:
 
 @dataclass(frozen=True)
 class Plan:
+    positions: Tensor
     out_cache_loc: Tensor
     decode: list[DecodeGroup]
     extend: list[ExtendRequest]
@@ -63,18 +63,13 @@ class Plan:
 
 
 class TorchNativeBackend(AttentionBackend):
-    def __init__(self, pool: KVPool, table: Tensor, scale: float):
-        self.pool = pool
-        self.table = table  # (rows + 1, width) int32, the device copy
-        self.scale = scale
-
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Plan:
         rows, lens = batch.req_pool_indices, batch.seq_lens_cpu
         if batch.forward_mode.is_decode():
             padding = max((padded_size or 0) - len(lens), 0)
             rows, lens = F.pad(rows, (0, padding)), lens + [1] * padding
             single = [(i, i) for i in range(len(lens))]
-            return Plan(batch.out_cache_loc, self._decode_groups(single, rows, lens), [], None)
+            return Plan(batch.positions, batch.out_cache_loc, self._decode_groups(single, rows, lens), [], None)
         extend: list[ExtendRequest] = []
         single = []  # (request, its row in q)
         start = 0
@@ -85,7 +80,8 @@ class TorchNativeBackend(AttentionBackend):
                 extend.append(ExtendRequest(start, new, prefix, self.table[rows[i], : prefix + new]))
             start += new
         future = self._future(max(len(request.slots) for request in extend)) if extend else None
-        return Plan(batch.out_cache_loc, self._decode_groups(single, rows, lens), extend, future)
+        groups = self._decode_groups(single, rows, lens)
+        return Plan(batch.positions, batch.out_cache_loc, groups, extend, future)
 
     def _future(self, longest: int) -> Tensor:
         mask = torch.zeros(QUERY_BLOCK, max(longest, QUERY_BLOCK), dtype=self.pool.dtype, device=self.table.device)
@@ -125,11 +121,11 @@ class TorchNativeBackend(AttentionBackend):
         lanes = None if everyone else torch.tensor([lane for _, lane in entries], device=device)
         return DecodeGroup(lanes, slots.reshape(-1), k, v, hidden)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        self.pool.set_kv(layer, plan.out_cache_loc, k, v)
+    def attend(self, layer: int, qkv: Tensor, plan: Plan) -> Tensor:
+        q = self.rope_and_store(layer, qkv, plan.positions, plan.out_cache_loc)
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
         tokens, heads, dim = q.shape
-        q = q.reshape(tokens, k.shape[1], -1, dim)  # (T, kv_heads, group, dim)
+        q = q.reshape(tokens, k_buffer.shape[1], -1, dim)  # (T, kv_heads, group, dim)
         if len(plan.decode) == 1 and plan.decode[0].lanes is None:
             return self._decode(q, k_buffer, v_buffer, plan.decode[0]).reshape(tokens, heads * dim)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

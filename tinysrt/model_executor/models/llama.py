@@ -1,17 +1,19 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share; here with Llama's switches.
 
-    ids ─ embed ─┬─ norm ─ qkv_proj ─ (head norms) ─ rope ─ attend ─ o_proj ─┐
-                 └────────────────────── residual ───────────────────────────+
-                 ┌───────────────────────────────────────────────────────────┘
+    ids ─ embed ─┬─ norm ─ qkv_proj ─ (head norms) ─ attend ─ o_proj ─┐
+                 └────────────────────── residual ────────────────────+
+                 ┌────────────────────────────────────────────────────┘
                  ├─ norm ─ gate_up_proj ─ silu·mul ─ down_proj ─┐
                  └────────────────── residual ──────────────────+─▶ next layer … ─ norm ─▶ hidden states
 
 The families differ in little: which projections have a bias, and norms on query and key heads. Those are constructor
 arguments; `qwen2.py` and `qwen3.py` name theirs.
 
-A model knows nothing of requests. It gets token ids, positions and `attend(layer, q, k, v)`, which hides where K and V
-live, and returns hidden states; `logits_processor.py` decides which of them go through `lm_head`. Parameter names are
-the checkpoint's, except for the projections that `FUSED` joins. Source: SGLang `models/llama.py`.
+A model knows nothing of requests. It gets token ids and `attend(layer, qkv)`, which hides all that has to do with
+positions: it rotates queries and keys, stores K and V where the request's live, and attends to what is there
+(`attention/base.py`). The model returns hidden states; `logits_processor.py` decides which of them go through
+`lm_head`. Parameter names are the checkpoint's, except for the projections that `FUSED` joins. Source: SGLang
+`models/llama.py`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinysrt.kernels.reference import apply_rope, rms_norm, silu_and_mul
+from tinysrt.distributed.parallel_state import ParallelState
+from tinysrt.kernels.kernel_set import KernelSet
 from tinysrt.model_executor.layers.linear import Linear, empty_parameter
 from tinysrt.model_executor.layers.lm_head import LMHead
 from tinysrt.model_executor.layers.norm import RMSNorm
-from tinysrt.model_executor.layers.rotary import RotaryEmbedding
 from tinysrt.model_executor.model_config import ModelConfig
 
-# (layer, q (T, heads, dim), k and v (T, kv_heads, dim)) → (T, heads * dim)
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, (T, heads + 2 * kv_heads, dim): query, key and value heads) → (T, heads * dim)
+Attend = Callable[[int, Tensor], Tensor]
 
 # Checkpoint projection → (fused parameter, its part). Parts are stacked as rows in this order.
 FUSED = {
@@ -43,15 +45,18 @@ FUSED = {
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, o_bias: bool, head_norms: bool):
+    def __init__(
+        self, config: ModelConfig, kernels: KernelSet, layer: int, *, qkv_bias: bool, o_bias: bool, head_norms: bool
+    ):
         super().__init__()
+        self.kernels = kernels
         self.layer = layer
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = self.heads * self.dim, self.kv_heads * self.dim
         self.qkv_proj = Linear(config.hidden_size, [q_size, kv_size, kv_size], bias=qkv_bias)
         self.o_proj = Linear(q_size, [config.hidden_size], bias=o_bias)
-        self.q_norm = RMSNorm(self.dim, config.rms_norm_eps) if head_norms else None
-        self.k_norm = RMSNorm(self.dim, config.rms_norm_eps) if head_norms else None
+        self.q_norm = RMSNorm(self.dim, config.rms_norm_eps, kernels) if head_norms else None
+        self.k_norm = RMSNorm(self.dim, config.rms_norm_eps, kernels) if head_norms else None
         self.head_norm_weight: Tensor | None = None  # (heads + kv_heads, dim): both norms as one operation
         self.eps = config.rms_norm_eps
 
@@ -60,38 +65,38 @@ class Attention(nn.Module):
             rows = [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
             self.head_norm_weight = torch.cat(rows)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        # One view of the fused output: query heads, key heads, value heads. Norm and rope treat the first two alike.
-        heads = self.qkv_proj(x).view(len(x), -1, self.dim)
-        qk, v = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        # One view of the fused output: query heads, key heads, value heads. The norm treats the first two alike.
+        qkv = self.qkv_proj(x).view(len(x), -1, self.dim)
         if self.head_norm_weight is not None:
-            qk = rms_norm(qk, self.head_norm_weight, self.eps)
-        qk = apply_rope(qk, cos, sin)
-        return self.o_proj(attend(self.layer, qk[:, : self.heads], qk[:, self.heads :], v))
+            qk = self.kernels.rms_norm(qkv[:, : -self.kv_heads], self.head_norm_weight, self.eps)
+            qkv = torch.cat((qk, qkv[:, -self.kv_heads :]), dim=1)
+        return self.o_proj(attend(self.layer, qkv))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, bias: bool):
+    def __init__(self, config: ModelConfig, kernels: KernelSet, bias: bool):
         super().__init__()
+        self.kernels = kernels
         self.gate_up_proj = Linear(config.hidden_size, [config.intermediate_size] * 2, bias=bias)
         self.down_proj = Linear(config.intermediate_size, [config.hidden_size], bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: MLP):
+    def __init__(self, config: ModelConfig, kernels: KernelSet, attention: Attention, mlp: MLP):
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
-    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """x is what the block before has to say and `residual` does not hold yet; both (T, hidden_size)."""
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, cos, sin, attend)
+        x = self.self_attn(x, attend)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -108,19 +113,17 @@ class Embedding(nn.Module):
 class Decoder(nn.Module):
     """What checkpoints call `model`: embedding, layers, final norm."""
 
-    def __init__(self, config: ModelConfig, layers: list[DecoderLayer]):
+    def __init__(self, config: ModelConfig, kernels: KernelSet, layers: list[DecoderLayer]):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rope = RotaryEmbedding(config.head_dim, config.rope)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
         x = self.embed_tokens(token_ids)
         residual = torch.zeros_like(x, dtype=torch.float32)  # nothing came before the first layer
-        cos, sin = self.rope.angles(positions, x.dtype)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, attend)
+            x, residual = layer(x, residual, attend)
         return self.norm.add(x, residual)[0]
 
 
@@ -133,11 +136,14 @@ class LlamaForCausalLM(nn.Module):
         self,
         config: ModelConfig,
         *,
+        kernels: KernelSet,
+        parallel: ParallelState,
         qkv_bias: bool | None = None,  # None: as config.json says
         o_bias: bool | None = None,
         head_norms: bool = False,
     ):
         super().__init__()
+        assert parallel.tp_size == parallel.pp_size == 1
         configured = bool(getattr(config.hf_config, "attention_bias", False))
         mlp_bias = bool(getattr(config.hf_config, "mlp_bias", False))
         biases = {
@@ -145,10 +151,15 @@ class LlamaForCausalLM(nn.Module):
             "o_bias": configured if o_bias is None else o_bias,
         }
         layers = [
-            DecoderLayer(config, Attention(config, i, head_norms=head_norms, **biases), MLP(config, mlp_bias))
+            DecoderLayer(
+                config,
+                kernels,
+                Attention(config, kernels, i, head_norms=head_norms, **biases),
+                MLP(config, kernels, mlp_bias),
+            )
             for i in range(config.num_layers)
         ]
-        self.model = Decoder(config, layers)
+        self.model = Decoder(config, kernels, layers)
         self.lm_head = LMHead(config.hidden_size, [config.vocab_size])
         self.tied = config.tie_word_embeddings
         if self.tied:
@@ -164,6 +175,6 @@ class LlamaForCausalLM(nn.Module):
             elif isinstance(module, (Attention, RMSNorm)):  # an Attention before the head norms that it joins
                 module.finish_loading()
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
         """(T, hidden_size), ready for `lm_head`."""
-        return self.model(token_ids, positions, attend)
+        return self.model(token_ids, attend)

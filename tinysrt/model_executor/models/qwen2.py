@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tinysrt.distributed.parallel_state import ParallelState
+from tinysrt.kernels.kernel_set import KernelSet
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, qkv_bias=True, o_bias=False)
+    def __init__(self, config: ModelConfig, *, kernels: KernelSet, parallel: ParallelState):
+        super().__init__(config, kernels=kernels, parallel=parallel, qkv_bias=True, o_bias=False)

@@ -1,0 +1,51 @@
+"""KernelSet: the same functions three ways, chosen once at start-up and handed to whoever computes.
+
+    torch_native   kernels/reference.py     plain PyTorch: the definition, runs everywhere, the one to read first
+    numba          kernels/numba_*.py       CPU: loops that Numba compiles with its own LLVM, no compiler needed
+    triton         kernels/triton_*.py      CUDA
+
+Signatures and meanings are those of `kernels/reference.py`; tests hold the other two to it. Layers and attention
+backends get the set through their constructors, so nothing looks up a kernel at run time. The fast sets are imported
+only when they are asked for: a CPU server runs without triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tinysrt.errors import StartupError
+from tinysrt.kernels import reference
+
+Kernel = Callable[..., Tensor]
+NAMES = ("torch_native", "numba", "triton")
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    name: str
+    rms_norm: Kernel
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    rope_and_store: Kernel
+    silu_and_mul: Kernel
+    decode_attention: Kernel
+    extend_attention: Kernel
+    sample_tokens: Kernel
+    grouped_gemm: Kernel
+
+    @classmethod
+    def of_module(cls, name: str, module: Any) -> KernelSet:
+        """All kernels of a module that defines, or imports, each under its own name."""
+        return cls(name, **{field: getattr(module, field) for field in cls.__dataclass_fields__ if field != "name"})
+
+
+REFERENCE = KernelSet.of_module("torch_native", reference)
+
+
+def load_kernels(name: str) -> KernelSet:
+    if name == "torch_native":
+        return REFERENCE
+    raise StartupError(f"there are no {name!r} kernels; there are {', '.join(NAMES)}")
