@@ -34,6 +34,7 @@ TINY = dict(
     initializer_range=0.2,
     eos_token_id=7,
 )
+MOE = dict(head_dim=16, moe_intermediate_size=20)
 FAMILIES = {
     "llama": (transformers.LlamaConfig, dict(tie_word_embeddings=True)),
     "llama-biased": (transformers.LlamaConfig, dict(attention_bias=True, mlp_bias=True, head_dim=16)),
@@ -55,8 +56,43 @@ FAMILIES = {
         dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0)),
     ),
     "mistral": (transformers.MistralConfig, dict(sliding_window=None, head_dim=8)),
+    "mistral-window": (transformers.MistralConfig, dict(sliding_window=24, head_dim=8)),
     "qwen2": (transformers.Qwen2Config, dict(tie_word_embeddings=True)),
+    "qwen2.5-untied": (transformers.Qwen2Config, dict(tie_word_embeddings=False, rope_theta=1e6)),
+    # The last layer of three has a window.
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        dict(use_sliding_window=True, sliding_window=13, max_window_layers=2),
+    ),
     "qwen3": (transformers.Qwen3Config, dict(head_dim=16)),
+    "qwen3-biased": (transformers.Qwen3Config, dict(head_dim=16, attention_bias=True, tie_word_embeddings=True)),
+    "yarn-rope": (
+        transformers.Qwen3Config,
+        dict(
+            head_dim=16,
+            max_position_embeddings=64,
+            rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64),
+        ),
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        dict(MOE, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True),
+    ),
+    # Dense, sparse, dense: every second layer, the fourth excepted. A window in all, as transformers has it.
+    "qwen3_moe-mixed": (
+        transformers.Qwen3MoeConfig,
+        dict(
+            MOE,
+            num_hidden_layers=4,
+            num_experts=5,
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            use_sliding_window=True,
+            sliding_window=40,
+        ),
+    ),
 }
 
 

@@ -63,15 +63,15 @@ def attention_case(mode: ForwardMode, news: list[int], prefixes: list[int], grou
     return pool, table, batch, qkv
 
 
-def make_backend(pool: KVPool, table: Tensor, group: int) -> TorchNativeBackend:
+def make_backend(pool: KVPool, table: Tensor, group: int, window: int | None = None) -> TorchNativeBackend:
     cache = rope_cache(DIM, {"rope_type": "default", "rope_theta": 100.0}, WIDTH)
-    return TorchNativeBackend(REFERENCE, pool, table, cache, KV_HEADS * group, DIM**-0.5, [None])
+    return TorchNativeBackend(REFERENCE, pool, table, cache, KV_HEADS * group, DIM**-0.5, [window])
 
 
-def check_attention(mode, news, prefixes, group, seed, padded_size=None) -> None:
+def check_attention(mode, news, prefixes, group, seed, window) -> None:
     pool, table, batch, qkv = attention_case(mode, news, prefixes, group, seed)
-    backend = make_backend(pool, table, group)
-    got = backend.attend(0, qkv, backend.plan(batch, padded_size))
+    backend = make_backend(pool, table, group, window)
+    got = backend.attend(0, qkv, backend.plan(batch))
     q = backend.rope_and_store(0, qkv, batch.positions, batch.out_cache_loc)  # stores the same once more
     starts = F.pad(torch.tensor(news).cumsum(0), (1, 0))
     expected = reference.extend_attention(
@@ -83,17 +83,19 @@ def check_attention(mode, news, prefixes, group, seed, padded_size=None) -> None
         starts,
         torch.tensor(prefixes),
         DIM**-0.5,
+        window,
     )
     torch.testing.assert_close(got.view_as(expected), expected, rtol=1e-4, atol=1e-5)
 
 
 lengths = st.integers(0, 90)
+windows = st.none() | st.integers(1, 100)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(lengths, min_size=1, max_size=8), st.sampled_from([1, 3, 4]), st.integers(0, 99))
-def test_decode_equals_the_reference_whatever_the_lengths(prefixes, group, seed):
-    check_attention(ForwardMode.DECODE, [1] * len(prefixes), prefixes, group, seed)
+@given(st.lists(lengths, min_size=1, max_size=8), st.sampled_from([1, 3, 4]), st.integers(0, 99), windows)
+def test_decode_equals_the_reference_whatever_the_lengths(prefixes, group, seed, window):
+    check_attention(ForwardMode.DECODE, [1] * len(prefixes), prefixes, group, seed, window)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,11 +104,13 @@ def test_decode_equals_the_reference_whatever_the_lengths(prefixes, group, seed)
     st.sampled_from([1, 3]),
     st.integers(0, 99),
     st.sampled_from([4, 16, 128]),
+    windows,
 )
-def test_extend_equals_the_reference_whatever_the_lengths_and_blocks(requests, group, seed, block):
+def test_extend_equals_the_reference_whatever_the_lengths_and_blocks(requests, group, seed, block, window):
     saved, torch_native.QUERY_BLOCK = torch_native.QUERY_BLOCK, block
     try:
-        check_attention(ForwardMode.MIXED, [new for new, _ in requests], [old for _, old in requests], group, seed)
+        news, prefixes = [new for new, _ in requests], [old for _, old in requests]
+        check_attention(ForwardMode.MIXED, news, prefixes, group, seed, window)
     finally:
         torch_native.QUERY_BLOCK = saved
 

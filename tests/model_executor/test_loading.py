@@ -118,11 +118,27 @@ def test_unsupported_things_are_refused_by_name(tmp_path):
     assert "GPTBigCodeForCausalLM" in refused(architectures=["GPTBigCodeForCausalLM"])
     assert "gelu" in refused(hidden_act="gelu")
     assert "quantiz" in refused(quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "yarn" in refused(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
-    window = refused(sliding_window=64)
-    assert "sliding" in window and "--context-length 64" in window
-    assert make_runner(tmp_path, context_length=64).config.context_len == 64  # as the refusal says
+    assert "dynamic" in refused(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    assert "longrope" in refused(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        }
+    )
+    assert "partial_rotary_factor" in refused(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    assert "factor" in refused(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4})
+    assert "chunked_attention" in refused(layer_types=["full_attention", "full_attention", "chunked_attention"])
     assert "no_such_type" in refused(model_type="no_such_type")
+
+
+def test_a_window_of_a_family_that_knows_none_is_refused(tmp_path):
+    save_tiny_model("llama", tmp_path)
+    edit_config(tmp_path, sliding_window=64)
+    message = refusal(tmp_path)
+    assert "sliding" in message and "--context-length 64" in message
+    assert make_runner(tmp_path, context_length=64).config.context_len == 64  # as the refusal says
 
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path):

@@ -24,6 +24,9 @@ DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
+# Families whose layers know a sliding window. Mistral and the MoE use it in all layers, the others from
+# `max_window_layers` on, which newer config files spell out layer by layer (`layer_types`).
+WINDOWED_FAMILIES = ("mistral", "qwen2", "qwen3", "qwen3_moe")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -41,6 +44,8 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: dict[str, Any]  # rope_type, rope_theta and what the type needs
+    # Per layer: how many of the last positions a token sees, itself included; None: all of them.
+    windows: list[int | None]
     tie_word_embeddings: bool
     dtype: torch.dtype  # as typed, or the checkpoint's own
     context_len: int  # longest sequence, prompt and answer together
@@ -65,6 +70,7 @@ class ModelConfig:
         generation = _read_json(path / "generation_config.json")
         num_heads = _required(hf, "num_attention_heads")
         hidden_size = _required(hf, "hidden_size")
+        context_len = _context_len(hf, context_length)
         return cls(
             path=path,
             architectures=list(hf.architectures or []),
@@ -78,9 +84,10 @@ class ModelConfig:
             head_dim=getattr(hf, "head_dim", None) or hidden_size // num_heads,
             rms_norm_eps=getattr(hf, "rms_norm_eps", 1e-6),
             rope=_rope(hf),
+            windows=_windows(hf, context_len),
             tie_word_embeddings=bool(hf.tie_word_embeddings),
             dtype=DTYPES[dtype] if dtype != "auto" else _checkpoint_dtype(hf, path),
-            context_len=_context_len(hf, context_length),
+            context_len=context_len,
             eos_token_ids=_ids(getattr(hf, "eos_token_id", None)) | _ids(generation.get("eos_token_id")),
             generation_defaults={k: generation[k] for k in GENERATION_DEFAULTS if generation.get(k) is not None},
             hf_config=hf,
@@ -142,7 +149,38 @@ def _rope(hf: Any) -> dict[str, Any]:
     rope = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
     rope.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    rope.setdefault("original_max_position_embeddings", _required(hf, "max_position_embeddings"))
     return rope
+
+
+def _windows(hf: Any, context_len: int) -> list[int | None]:
+    """The attention window of each layer. KV outside of it is masked and kept: it takes room in the pool all the same.
+    (SGLang gives windowed layers a smaller pool of their own and frees what has slid out.)"""
+    num_layers = _required(hf, "num_hidden_layers")
+    kinds = list(getattr(hf, "layer_types", None) or [])
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if strange:
+        raise StartupError(f"layer_types {strange[0]!r} is not supported; supported: full_attention, sliding_attention")
+    window = getattr(hf, "sliding_window", None)
+    if not getattr(hf, "use_sliding_window", True):
+        window = None
+    if window is not None and window >= context_len:
+        return [None] * num_layers  # within the window, sliding and full attention are the same thing
+    if window is None:
+        if "sliding_attention" in kinds:
+            raise StartupError("layer_types in config.json names sliding_attention, and sliding_window gives no length")
+        return [None] * num_layers
+    if window < 1 or hf.model_type not in WINDOWED_FAMILIES:
+        raise StartupError(
+            f"sliding-window attention (sliding_window {window}) is not supported for model type {hf.model_type}"
+            + (f"; --context-length {window} serves this model inside its window" if window > 0 else "")
+        )
+    if not kinds:  # config files from before `layer_types`
+        first = getattr(hf, "max_window_layers", 0) if hf.model_type in ("qwen2", "qwen3") else 0
+        kinds = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+    if len(kinds) < num_layers:
+        raise StartupError(f"layer_types in config.json has {len(kinds)} entries for {num_layers} layers")
+    return [window if kind == "sliding_attention" else None for kind in kinds[:num_layers]]
 
 
 def _context_len(hf: Any, asked: int | None) -> int:
@@ -150,6 +188,8 @@ def _context_len(hf: Any, asked: int | None) -> int:
     rope = _rope(hf)
     if rope["rope_type"] == "linear":  # llama3 checkpoints state the stretched length, linear ones the original
         derived = int(derived * rope["factor"])
+    elif rope["rope_type"] == "yarn" and "factor" in rope:  # of Qwen's some state the one, some the other
+        derived = max(derived, int(rope["original_max_position_embeddings"] * rope["factor"]))
     if asked is not None and asked > derived:
         raise StartupError(f"--context-length {asked} is longer than the model's own {derived}; use at most {derived}")
     return asked or derived

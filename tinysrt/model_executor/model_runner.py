@@ -103,7 +103,7 @@ class ModelRunner:
             rope_cache(model_config.head_dim, model_config.rope, self.table_width).to(self.device),
             model_config.num_heads,
             model_config.head_dim**-0.5,
-            [None] * model_config.num_layers,
+            model_config.windows,
         )
         self.sampler = Sampler(self.vocab_size, self.device)
 

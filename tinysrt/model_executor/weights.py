@@ -28,6 +28,7 @@ from tinysrt.distributed.parallel_state import SINGLE, ParallelState
 from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE, KernelSet
 from tinysrt.model_executor.layers.linear import Linear
+from tinysrt.model_executor.layers.moe import Experts, one_by_one
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.models.llama import LlamaForCausalLM
 from tinysrt.model_executor.models.registry import model_class
@@ -75,7 +76,7 @@ def load_safetensors(model: LlamaForCausalLM, path: Path, *, tied: bool, on_prog
     total = sum(file.stat().st_size for file in files)
     done = 0
     for file in files:
-        for name, tensor in _read(file):
+        for name, tensor in (part for stored in _read(file) for part in one_by_one(*stored)):
             done += tensor.numel() * tensor.element_size()
             if on_progress is not None:
                 on_progress(min(done, total), total)
@@ -106,6 +107,9 @@ def _places(model: LlamaForCausalLM) -> dict[str, Tensor]:
     for prefix, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
             owner, _, last = prefix.rpartition(".")
+            if isinstance(module, Experts):
+                places |= module.places(prefix)
+                break  # both its parameters
             if last in parts and isinstance(module, Linear):
                 pieces = parameter.split(module.output_sizes)
                 places |= {f"{owner}.{source}.{kind}": piece for source, piece in zip(parts[last], pieces, strict=True)}

@@ -10,6 +10,10 @@ K and V are never repeated for the query heads that share a KV head. Two shapes 
                                      block only meets the keys that it may see, so a causal prompt costs half a square.
                                      Whole prompts and chunks after a prefix are the same code.
 
+A sliding window shortens what a request shows: gathering begins at the first position that any of its new tokens sees,
+and a second diagonal in the mask hides from each query row what has slid out of its own window. Layers differ in their
+windows, so a plan holds one `View` per kind of layer. KV outside of all windows stays in the pool.
+
 A request of a prefill batch with a single new token (a decode row riding along, or a prompt that was all cached but
 its last token) goes with the decode rows. `kernels/reference.py` says the same in a few slow lines; tests compare.
 SGLang's `torch_native_backend.py` loops over requests and calls scaled_dot_product_attention with enable_gqa, which
@@ -37,7 +41,7 @@ class DecodeGroup:
     """n requests attended in one call, padded to the longest: `length` positions."""
 
     lanes: Tensor | None  # (n,) their rows in q; None: all rows of q, in order
-    slots: Tensor  # (n * length,) int32; slot 0 beyond a request's end
+    slots: Tensor  # (n * length,) int32, of the positions that are seen; slot 0 beyond a request's end
     k: Tensor  # (n * length, kv_heads, dim): room for what is gathered, used by one layer after the other,
     v: Tensor  # because fresh memory for every layer costs as much as the gather
     hidden: Tensor | None  # (n, 1, 1, length) float, -inf beyond a request's end; None: all equally long
@@ -47,29 +51,40 @@ class DecodeGroup:
 class ExtendRequest:
     start: int  # first of its rows in q
     new: int
-    prefix: int
+    prefix: int  # positions before them that the first of them sees
     slots: Tensor  # (prefix + new,) int32
+
+
+@dataclass(frozen=True)
+class View:
+    """What the layers of one window see."""
+
+    decode: list[DecodeGroup]
+    extend: list[ExtendRequest]
+    # (QUERY_BLOCK, longest extend request) float: 0, and -inf where a key is hidden: above the diagonal of the last
+    # QUERY_BLOCK columns, and what is out of the window. The mask of any block is its lower right corner.
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True)
 class Plan:
     positions: Tensor
     out_cache_loc: Tensor
-    decode: list[DecodeGroup]
-    extend: list[ExtendRequest]
-    # (QUERY_BLOCK, longest extend request) float: 0, and -inf above the diagonal of the last QUERY_BLOCK columns.
-    # The mask of any block is its lower right corner.
-    future: Tensor | None
+    views: dict[int | None, View]  # window → view
 
 
 class TorchNativeBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Plan:
+        views = {window: self._view(batch, window, padded_size) for window in dict.fromkeys(self.windows)}
+        return Plan(batch.positions, batch.out_cache_loc, views)
+
+    def _view(self, batch: ForwardBatch, window: int | None, padded_size: int | None) -> View:
         rows, lens = batch.req_pool_indices, batch.seq_lens_cpu
         if batch.forward_mode.is_decode():
             padding = max((padded_size or 0) - len(lens), 0)
             rows, lens = F.pad(rows, (0, padding)), lens + [1] * padding
             single = [(i, i) for i in range(len(lens))]
-            return Plan(batch.positions, batch.out_cache_loc, self._decode_groups(single, rows, lens), [], None)
+            return View(self._decode_groups(single, rows, lens, window), [], None)
         extend: list[ExtendRequest] = []
         single = []  # (request, its row in q)
         start = 0
@@ -77,20 +92,27 @@ class TorchNativeBackend(AttentionBackend):
             if new == 1:
                 single.append((i, start))
             else:
-                extend.append(ExtendRequest(start, new, prefix, self.table[rows[i], : prefix + new]))
+                seen = prefix if window is None else min(prefix, window - 1)
+                slots = self.table[rows[i], prefix - seen : prefix + new]
+                extend.append(ExtendRequest(start, new, seen, slots))
             start += new
-        future = self._future(max(len(request.slots) for request in extend)) if extend else None
-        groups = self._decode_groups(single, rows, lens)
-        return Plan(batch.positions, batch.out_cache_loc, groups, extend, future)
+        hidden = self._hidden(max(len(request.slots) for request in extend), window) if extend else None
+        return View(self._decode_groups(single, rows, lens, window), extend, hidden)
 
-    def _future(self, longest: int) -> Tensor:
-        mask = torch.zeros(QUERY_BLOCK, max(longest, QUERY_BLOCK), dtype=self.pool.dtype, device=self.table.device)
-        square = torch.full((QUERY_BLOCK, QUERY_BLOCK), float("-inf"), dtype=mask.dtype, device=mask.device)
-        mask[:, -QUERY_BLOCK:] = square.triu_(1)
-        return mask
+    def _hidden(self, longest: int, window: int | None) -> Tensor:
+        columns = max(longest, QUERY_BLOCK)
+        # Query row r of a block is key column r of its last QUERY_BLOCK columns.
+        age = torch.arange(QUERY_BLOCK).unsqueeze(1) + (columns - QUERY_BLOCK) - torch.arange(columns)
+        out_of_sight = age < 0 if window is None else (age < 0) | (age >= window)
+        mask = torch.zeros(QUERY_BLOCK, columns, dtype=self.pool.dtype).masked_fill_(out_of_sight, float("-inf"))
+        return mask.to(self.table.device)
 
-    def _decode_groups(self, single: list[tuple[int, int]], rows: Tensor, lens: list[int]) -> list[DecodeGroup]:
+    def _decode_groups(
+        self, single: list[tuple[int, int]], rows: Tensor, lens: list[int], window: int | None
+    ) -> list[DecodeGroup]:
         """`single`: (request, its row in q). Longest first, cut where the next one is much shorter."""
+        firsts = [0 if window is None else max(0, length - window) for length in lens]  # first position seen
+        lens = [length - first for length, first in zip(lens, firsts, strict=True)]
         longest_first = sorted(single, key=lambda entry: -lens[entry[0]])
         cuts: list[list[tuple[int, int]]] = []
         for entry in longest_first:
@@ -98,18 +120,24 @@ class TorchNativeBackend(AttentionBackend):
                 cuts.append([])
             cuts[-1].append(entry)
         if len(cuts) == 1 and len(single) == len(lens):
-            return [self._decode_group(single, rows, lens, everyone=True)]  # nothing to reorder
-        return [self._decode_group(cut, rows, lens) for cut in cuts]
+            return [self._decode_group(single, rows, firsts, lens, everyone=True)]  # nothing to reorder
+        return [self._decode_group(cut, rows, firsts, lens) for cut in cuts]
 
     def _decode_group(
-        self, entries: list[tuple[int, int]], rows: Tensor, lens: list[int], everyone: bool = False
+        self, entries: list[tuple[int, int]], rows: Tensor, firsts: list[int], lens: list[int], everyone: bool = False
     ) -> DecodeGroup:
+        """`firsts`, `lens`: of each request the first position seen, and how many."""
         device = rows.device
         ends = [lens[request] for request, _ in entries]
+        begins = [firsts[request] for request, _ in entries]
         n, length = len(ends), max(ends)
         if not everyone:
             rows = rows[torch.tensor([request for request, _ in entries], device=device)]
-        slots = self.table[rows, :length]  # (n, length)
+        if any(begins):  # (n, length); a short request's row must not be read beyond the table
+            positions = torch.tensor(begins, device=device).unsqueeze(1) + torch.arange(length, device=device)
+            slots = self.table[rows.unsqueeze(1), positions.clamp_(max=self.table.shape[1] - 1)]
+        else:
+            slots = self.table[rows, :length]
         hidden = None
         if min(ends) < length:
             beyond = torch.arange(length, device=device) >= torch.tensor(ends, device=device).unsqueeze(1)
@@ -126,15 +154,16 @@ class TorchNativeBackend(AttentionBackend):
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
         tokens, heads, dim = q.shape
         q = q.reshape(tokens, k_buffer.shape[1], -1, dim)  # (T, kv_heads, group, dim)
-        if len(plan.decode) == 1 and plan.decode[0].lanes is None:
-            return self._decode(q, k_buffer, v_buffer, plan.decode[0]).reshape(tokens, heads * dim)
+        view = plan.views[self.windows[layer]]
+        if len(view.decode) == 1 and view.decode[0].lanes is None:
+            return self._decode(q, k_buffer, v_buffer, view.decode[0]).reshape(tokens, heads * dim)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in plan.decode:
+        for group in view.decode:
             assert group.lanes is not None
             out.index_copy_(0, group.lanes, self._decode(q.index_select(0, group.lanes), k_buffer, v_buffer, group))
-        for request in plan.extend:
-            assert plan.future is not None
-            self._extend(q, k_buffer, v_buffer, request, plan.future, out)
+        for request in view.extend:
+            assert view.hidden is not None
+            self._extend(q, k_buffer, v_buffer, request, view.hidden, self.windows[layer], out)
         return out.view(tokens, heads * dim)
 
     def _decode(self, q: Tensor, k_buffer: Tensor, v_buffer: Tensor, group: DecodeGroup) -> Tensor:
@@ -145,25 +174,35 @@ class TorchNativeBackend(AttentionBackend):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.hidden, scale=self.scale)
 
     def _extend(
-        self, q: Tensor, k_buffer: Tensor, v_buffer: Tensor, request: ExtendRequest, future: Tensor, out: Tensor
+        self,
+        q: Tensor,
+        k_buffer: Tensor,
+        v_buffer: Tensor,
+        request: ExtendRequest,
+        hidden: Tensor,
+        window: int | None,
+        out: Tensor,
     ) -> None:
         """q, out: (T, kv_heads, group, dim), all requests; fills this request's rows of `out`.
 
                  keys  0 ...... prefix ... begin ... end
         query block    [ all visible ............][ ◣ ]     only the last square needs a mask
+
+        With a window the block's keys begin where its first row's window does, with another masked triangle.
         """
         group = q.shape[2]
         k = k_buffer.index_select(0, request.slots).transpose(0, 1)  # (kv_heads, prefix + new, dim)
         v = v_buffer.index_select(0, request.slots).transpose(0, 1)
         for begin in range(0, request.new, QUERY_BLOCK):
             size = min(QUERY_BLOCK, request.new - begin)
-            visible = request.prefix + begin + size
+            end = request.prefix + begin + size
+            first = 0 if window is None else max(0, request.prefix + begin - window + 1)
             rows = slice(request.start + begin, request.start + begin + size)
             attended = F.scaled_dot_product_attention(
                 q[rows].permute(2, 1, 0, 3),  # (group, kv_heads, size, dim)
-                k[:, :visible].expand(group, -1, -1, -1),  # a view: every group reads the same keys
-                v[:, :visible].expand(group, -1, -1, -1),
-                attn_mask=future[-size:, -visible:],
+                k[:, first:end].expand(group, -1, -1, -1),  # a view: every group reads the same keys
+                v[:, first:end].expand(group, -1, -1, -1),
+                attn_mask=hidden[-size:, first - end :],
                 scale=self.scale,
             )
             out[rows] = attended.permute(2, 1, 0, 3)

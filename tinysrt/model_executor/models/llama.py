@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, kernels: KernelSet, attention: Attention, mlp: MLP):
+    def __init__(self, config: ModelConfig, kernels: KernelSet, attention: Attention, mlp: nn.Module):
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
@@ -145,7 +145,6 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         assert parallel.tp_size == parallel.pp_size == 1
         configured = bool(getattr(config.hf_config, "attention_bias", False))
-        mlp_bias = bool(getattr(config.hf_config, "mlp_bias", False))
         biases = {
             "qkv_bias": configured if qkv_bias is None else qkv_bias,
             "o_bias": configured if o_bias is None else o_bias,
@@ -155,7 +154,7 @@ class LlamaForCausalLM(nn.Module):
                 config,
                 kernels,
                 Attention(config, kernels, i, head_norms=head_norms, **biases),
-                MLP(config, kernels, mlp_bias),
+                self.build_mlp(config, i, kernels, parallel),
             )
             for i in range(config.num_layers)
         ]
@@ -164,6 +163,10 @@ class LlamaForCausalLM(nn.Module):
         self.tied = config.tie_word_embeddings
         if self.tied:
             del self.lm_head.weight  # no parameter of its own: `finish_loading` lends it the embedding's
+
+    def build_mlp(self, config: ModelConfig, layer: int, kernels: KernelSet, parallel: ParallelState) -> nn.Module:
+        """What stands behind the attention of one layer; mixture-of-experts families have their own."""
+        return MLP(config, kernels, bias=bool(getattr(config.hf_config, "mlp_bias", False)))
 
     def finish_loading(self) -> None:
         """Once all weights are in: lay out and pack what the forward reads in another shape than the checkpoint's."""

@@ -1,7 +1,8 @@
 """Architecture name in config.json → the class that runs it. To add a model: one file, one line here.
 
-What a checkpoint asks for and no class does (another architecture, sliding windows, quantized weights, another
-activation) is refused here by name, before any weight is read: running it anyway would give wrong text.
+What a checkpoint asks for and no class does (another architecture, quantized weights, another activation) is refused
+here by name, before any weight is read: running it anyway would give wrong text. Attention windows and rope kinds are
+refused where they are read (`model_config.py`, `layers/rotary.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.models.llama import LlamaForCausalLM
 from tinysrt.model_executor.models.qwen2 import Qwen2ForCausalLM
 from tinysrt.model_executor.models.qwen3 import Qwen3ForCausalLM
+from tinysrt.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODELS: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 
@@ -32,11 +35,4 @@ def model_class(config: ModelConfig) -> type[LlamaForCausalLM]:
     activation = getattr(hf, "hidden_act", "silu")
     if activation != "silu":
         raise StartupError(f"hidden_act {activation!r} is not supported; supported: silu")
-    window = getattr(hf, "sliding_window", None)
-    if window is not None and getattr(hf, "use_sliding_window", True) and window < config.context_len:
-        # Within the window, sliding and full attention are the same thing.
-        raise StartupError(
-            f"sliding-window attention (sliding_window {window}) is not supported; "
-            f"--context-length {window} serves this model inside its window"
-        )
     return MODELS[known]
