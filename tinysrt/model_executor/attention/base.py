@@ -5,14 +5,17 @@
     attend(layer, qkv, plan)   rotate queries and keys, store this layer's K and V in their slots, then attend. Nothing
                                but kernels.
 
-The split is what makes graphs possible: `attend` runs inside a captured graph, `plan` outside it, refilling the
-buffers that the graph reads. `padded_size` is the number of lanes such a graph has; lanes beyond the batch belong to
-row 0 and slot 0, which no request ever gets.
+The split is what makes graphs possible: `attend` runs inside a captured step, `plan` outside it, once, before the
+capture. With `padded_size` the batch is such a step's: it has that many lanes, its tensors are the static buffers that
+every replay fills anew, and the plan may be made of these tensors, of views of them and of their shapes, but of nothing
+that was computed from their contents. `DecodeLanes` is such a plan. Lanes beyond the real batch belong to row 0 and slot
+0, which no request ever gets.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +23,20 @@ from torch import Tensor
 from tinysrt.kernels.kernel_set import KernelSet
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True)
+class DecodeLanes:
+    """A decode step as device tensors alone, one element per lane."""
+
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> DecodeLanes:
+        return cls(batch.positions, batch.out_cache_loc, batch.req_pool_indices, batch.seq_lens)
 
 
 class AttentionBackend(ABC):
@@ -43,7 +60,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Any:
-        """The forward's metadata, handed back to every `attend`. padded_size None: as many lanes as requests."""
+        """The forward's metadata, handed back to every `attend`. padded_size None: no graph, use it once."""
 
     @abstractmethod
     def attend(self, layer: int, qkv: Tensor, plan: Any) -> Tensor:
@@ -53,3 +70,12 @@ class AttentionBackend(ABC):
         """What every `attend` begins with. positions, slots: (T,) int64. Returns rotated queries, (T, heads, dim)."""
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
         return self.kernels.rope_and_store(qkv, positions, self.rope_cache, k_buffer, v_buffer, slots, self.num_heads)
+
+    def attend_lanes(self, layer: int, qkv: Tensor, lanes: DecodeLanes) -> Tensor:
+        """`attend` for a decode step whose kernel reads the lengths on the device; fit to be captured."""
+        q = self.rope_and_store(layer, qkv, lanes.positions, lanes.slots)
+        k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
+        attended = self.kernels.decode_attention(
+            q, k_buffer, v_buffer, self.table, lanes.rows, lanes.seq_lens, self.scale, self.windows[layer]
+        )
+        return attended.view(len(qkv), -1)
