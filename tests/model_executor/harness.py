@@ -6,6 +6,7 @@ ForwardBatches. Slots are handed out in a shuffled order, so that nothing works 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,7 +97,15 @@ FAMILIES = {
 }
 
 
-def save_tiny_model(family: str, folder: Path, *, max_shard_size: str = "5GB", dtype=torch.float32, **overrides):
+def save_tiny_model(
+    family: str,
+    folder: Path,
+    *,
+    max_shard_size: str = "5GB",
+    dtype=torch.float32,
+    save_original_format: bool = True,  # experts one by one, as published; False: in one tensor
+    **overrides,
+):
     """A random checkpoint on disk, and the transformers model it came from. Norms and biases are random too."""
     config_class, extra = FAMILIES[family]
     torch.manual_seed(11)
@@ -107,8 +116,15 @@ def save_tiny_model(family: str, folder: Path, *, max_shard_size: str = "5GB", d
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=save_original_format)
     return model
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Change keys of config.json; `...` removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 def make_runner(folder: Path, **args) -> ModelRunner:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.model_executor.harness import (
     LittleScheduler,
     assert_greedy,
+    edit_config,
     make_runner,
     reference_logprobs,
     save_tiny_model,
@@ -26,12 +27,6 @@ from tinysrt.server_args import ServerArgs
 
 CPU = torch.device("cpu")
 PROMPT = list(range(20, 45))
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
 def edit_weights(folder, edit):

@@ -119,7 +119,8 @@ def _load_hf_config(path: Path, model_path: str, trust_remote_code: bool) -> Any
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # unknown model type, broken JSON, impossible values: transformers raises many kinds
-        raise StartupError(f"cannot read config.json of {model_path!r}: {str(error).splitlines()[0]}") from error
+        reason = " ".join(str(error).split())[:300]  # where a validator speaks, the reason is on its second line
+        raise StartupError(f"cannot read config.json of {model_path!r}: {reason}") from error
 
 
 def _required(hf: Any, name: str) -> int:
@@ -178,8 +179,6 @@ def _windows(hf: Any, context_len: int) -> list[int | None]:
     if not kinds:  # config files from before `layer_types`
         first = getattr(hf, "max_window_layers", 0) if hf.model_type in ("qwen2", "qwen3") else 0
         kinds = ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
-    if len(kinds) < num_layers:
-        raise StartupError(f"layer_types in config.json has {len(kinds)} entries for {num_layers} layers")
     return [window if kind == "sliding_attention" else None for kind in kinds[:num_layers]]
 
 
