@@ -89,7 +89,7 @@ access, request, detok, model, memory, graph, spec, log, own = (functools.partia
 # fmt: off
 _HTTP2, _GRPC, _KEYS = "the HTTP/2 transport", "the gRPC transport", "authorization"
 _WORKERS, _PARSERS, _GRAMMAR = "several workers", "the output parsers", "constrained output"
-_PARALLEL, _KERNELS, _GRAPHS = "parallelism", "the fast attention kernels", "graphs"
+_PARALLEL, _KERNELS = "parallelism", "the fast attention kernels"
 _SPEC, _METRICS, _LEFT_OUT = "speculative decoding", "metrics", ""
 
 
@@ -218,17 +218,26 @@ class ServerArgs:
 
     # ---- graphs ----
     cuda_graph_max_bs_decode: int | None = graph(
-        None, "largest captured decode batch", also=("cuda-graph-max-bs",), low=1, later=_GRAPHS)
-    cuda_graph_bs_decode: list[int] | None = graph(None, "captured decode batch sizes", later=_GRAPHS)
-    cuda_graph_max_bs_prefill: int | None = graph(None, "largest captured prefill, in tokens", low=1, later=_GRAPHS)
+        None, "largest captured decode batch; unset: by GPU memory, 8 to 512, and on a CPU 32",
+        also=("cuda-graph-max-bs",), low=1)
+    cuda_graph_bs_decode: list[int] | None = graph(
+        None, "captured decode batch sizes, instead of the usual ones", also=("cuda-graph-bs",))
+    cuda_graph_max_bs_prefill: int | None = graph(None, "largest captured prefill, in tokens", low=1, later=_LEFT_OUT)
     cuda_graph_backend_decode: str | None = graph(
-        None, "how decode is captured", choices=("full", "breakable", "disabled"), later=_GRAPHS, now=("disabled",))
+        None, "whether decode is captured (SGLang also has breakable)", choices=("full", "disabled"),
+        auto="full where --graph-capture is not none")
     cuda_graph_backend_prefill: str | None = graph(
-        None, "how prefill is captured", choices=("full", "breakable", "disabled"), later=_GRAPHS, now=("disabled",))
-    disable_cuda_graph: bool = graph(False, "capture nothing (deprecated spelling)", later=_GRAPHS, now=(True,))
-    disable_cuda_graph_padding: bool = graph(False, "replay exact batch sizes only", later=_GRAPHS)
-    enable_torch_compile: bool = graph(False, "compile the model with torch.compile", later=_LEFT_OUT)
-    torch_compile_max_bs: int = graph(32, "largest compiled batch", later=_LEFT_OUT)
+        None, "how prefill is captured", choices=("full", "breakable", "disabled"), later=_LEFT_OUT, now=("disabled",))
+    disable_cuda_graph: bool = graph(False, "capture nothing (SGLang now says --cuda-graph-backend-decode disabled)")
+    disable_cuda_graph_padding: bool = graph(
+        False, "replay exact batch sizes only; every size up to the largest is captured")
+    enable_torch_compile: bool = graph(
+        False, "on a CPU: compile whole decode steps, one for each of a few batch sizes; needs a C++ compiler")
+    torch_compile_max_bs: int = graph(32, "largest compiled batch", low=1)
+    graph_capture: str | None = graph(
+        None, "how a decode step is captured; tape and eager show on any machine what a CUDA graph does, and are slow",
+        choices=("cuda", "tape", "eager", "compile", "none"),
+        auto="cuda on a GPU; on a CPU compile with --enable-torch-compile, else none")
 
     # ---- speculative decoding ----
     speculative_algorithm: str | None = spec(None, "EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM", later=_SPEC)
@@ -294,6 +303,7 @@ class ServerArgs:
             "random_seed": random.SystemRandom().randrange(2**30) if self.random_seed is None else self.random_seed,
             "attention_backend": self.attention_backend or "torch_native",
             "sampling_backend": self.sampling_backend or "pytorch",
+            "graph_capture": self._graph_capture(on_cpu),
             "disable_overlap_schedule": bool(self.disable_overlap_schedule),
             "log_level_http": self.log_level_http or ("warning" if self.log_level == "info" else self.log_level),
         }
@@ -309,7 +319,23 @@ class ServerArgs:
         if on_cpu and self.kv_pool_bytes is None and self.mem_fraction_static is None:
             values["kv_pool_bytes"] = min(CPU_KV_POOL_BYTES, int(available_memory() * CPU_KV_POOL_SHARE))
         values["mem_fraction_static"] = self.mem_fraction_static or MEM_FRACTION_STATIC
+        values["enable_torch_compile"] = values["graph_capture"] == "compile"
+        values["cuda_graph_backend_decode"] = "disabled" if values["graph_capture"] == "none" else "full"
         return dataclasses.replace(self, **values)
+
+    def _graph_capture(self, on_cpu: bool) -> str:
+        asked, off = self.graph_capture, self.disable_cuda_graph or self.cuda_graph_backend_decode == "disabled"
+        if asked is None and self.enable_torch_compile:
+            asked = "compile"
+        if off and asked not in (None, "none"):
+            raise StartupError(f"--disable-cuda-graph captures nothing, and {asked!r} is a way to capture: choose one")
+        if asked == "cuda" and on_cpu:
+            raise StartupError("--graph-capture cuda needs a CUDA device; on a CPU there are tape, eager and compile")
+        if asked == "compile" and not on_cpu:
+            raise StartupError("--enable-torch-compile is for CPUs; on a GPU a CUDA graph does its work")
+        if asked == "compile" and self.disable_cuda_graph_padding:
+            raise StartupError("--enable-torch-compile compiles few batch sizes: not with --disable-cuda-graph-padding")
+        return asked or ("none" if on_cpu or off else "cuda")
 
     def to_info(self) -> dict[str, Any]:
         """All fields flat, for /server_info; SGLang's short names beside ours, secrets hidden."""
@@ -360,6 +386,11 @@ class ServerArgs:
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk > 0 and chunk % self.page_size:
             raise StartupError(f"--chunked-prefill-size {chunk} is not a multiple of --page-size {self.page_size}")
+        sizes, largest = self.cuda_graph_bs_decode, self.cuda_graph_max_bs_decode
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise StartupError("--cuda-graph-bs takes one or more batch sizes, each at least 1")
+        if sizes and largest is not None and max(sizes) != largest:
+            raise StartupError(f"--cuda-graph-max-bs {largest} and --cuda-graph-bs {max(sizes)} name two largest sizes")
         if self.served_model_name is not None and ":" in self.served_model_name:
             raise StartupError("--served-model-name must not contain ':' (reserved for base:adapter)")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

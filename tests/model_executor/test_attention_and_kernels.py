@@ -120,7 +120,11 @@ def test_lanes_padded_for_a_graph_attend_to_the_dummy_slot_only():
     backend = make_backend(pool, table, 3)
     plain = backend.attend(0, qkv, backend.plan(batch))
     padded_batch = replace(
-        batch, positions=F.pad(batch.positions, (0, 2)), out_cache_loc=F.pad(batch.out_cache_loc, (0, 2))
+        batch,
+        positions=F.pad(batch.positions, (0, 2)),
+        out_cache_loc=F.pad(batch.out_cache_loc, (0, 2)),
+        req_pool_indices=F.pad(batch.req_pool_indices, (0, 2)),
+        seq_lens=F.pad(batch.seq_lens, (0, 2), value=1),
     )
     padded = backend.attend(0, F.pad(qkv, (0, 0, 0, 0, 0, 2)), backend.plan(padded_batch, padded_size=5))
     torch.testing.assert_close(padded[:3], plain)

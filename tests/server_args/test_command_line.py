@@ -32,9 +32,9 @@ TABLES = {
     "radix-eviction-policy disable-overlap-schedule enable-mixed-chunk scheduler-recv-interval "
     "prefill-decode-interval enable-priority-scheduling retraction-policy watchdog-timeout soft-watchdog-timeout "
     "sleep-on-idle",
-    "graphs": "cuda-graph-max-bs-decode cuda-graph-max-bs cuda-graph-bs-decode disable-cuda-graph "
-    "cuda-graph-backend-decode cuda-graph-backend-prefill disable-cuda-graph-padding enable-torch-compile "
-    "torch-compile-max-bs",
+    "graphs": "cuda-graph-max-bs-decode cuda-graph-max-bs cuda-graph-bs-decode cuda-graph-bs "
+    "disable-cuda-graph cuda-graph-backend-decode cuda-graph-backend-prefill disable-cuda-graph-padding "
+    "enable-torch-compile torch-compile-max-bs graph-capture",
     "speculation": "speculative-algorithm speculative-draft-model-path speculative-draft-model speculative-num-steps "
     "speculative-eagle-topk speculative-num-draft-tokens speculative-accept-threshold-single "
     "speculative-accept-threshold-acc speculative-use-rejection-sampling speculative-attention-mode "

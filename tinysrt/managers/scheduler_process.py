@@ -1,9 +1,9 @@
 """The scheduler as a process: build the model and its memory, say "ready", run the loop on real sockets.
 
-    model config ─▶ weights ─▶ KV pool ─▶ rows, allocator, tree ─▶ worker ─▶ "ready" ─▶ event loop
+    model config ─▶ weights ─▶ KV pool ─▶ graphs ─▶ rows, allocator, tree ─▶ worker ─▶ "ready" ─▶ event loop
 
-The order is SGLang's: the pool gets what the weights leave, and the tree needs the pool. (The seeds build the tree
-first.)
+The order is SGLang's: the pool gets what the weights leave, captured steps refer to the pool, and so does the tree.
+(The seeds build the tree first.)
 
 A watchdog thread ends the process if a forward hangs: with work to do and no step for `--watchdog-timeout` seconds it
 dumps every thread's stack and exits, and the parent takes the server down. Source: SGLang `scheduler.py`
@@ -116,6 +116,7 @@ def build_scheduler(
         runner = ModelRunner(
             server_args, model_config, trace=trace, on_progress=partial(on_progress, "Loading the weights")
         )
+        runner.capture_graphs(server_args, on_progress)
     scheduler = assemble(
         server_args, runner, tokenizer=tokenizer, eos_ids=eos_ids, inbox=inbox, outbox=outbox, trace=trace
     )

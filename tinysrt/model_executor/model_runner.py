@@ -9,7 +9,7 @@ Nothing here decides anything: a forward is a function of its ForwardBatch and o
 on another stream, while the scheduler prepares the next one.
 
     forward(batch)    1 replay table_update   2 fill input ids from the relay   3 plan attention   4 the model
-                      5 logits of the rows that are read
+                      5 logits of the rows that are read        a captured decode step is replayed instead of 3 to 5
     sample(...)       one token per request; the relay remembers it for the next step
     to_host(...)      device tensors → StepResult; the only place that waits for the device
 
@@ -29,12 +29,15 @@ from tinysrt.distributed.parallel_state import SINGLE, ParallelState
 from tinysrt.kernels.kernel_set import load_kernels
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
+from tinysrt.model_executor.cuda_graph_runner import CudaGraphRunner, decode_buckets
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
+from tinysrt.model_executor.graph_capture import make_backend
 from tinysrt.model_executor.layers.logits_processor import LogitsOutput, compute_logits, input_score_owners
 from tinysrt.model_executor.layers.rotary import rope_cache
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.sampler import SampleOutput, Sampler
 from tinysrt.model_executor.sizing import (
+    device_memory,
     free_memory,
     runtime_dtype,
     size_kv_pool,
@@ -43,6 +46,7 @@ from tinysrt.model_executor.sizing import (
 )
 from tinysrt.model_executor.step_result import InputScores, StepResult
 from tinysrt.model_executor.weights import Progress, load_model
+from tinysrt.observe.progress import OnProgress
 from tinysrt.observe.trace import Recorder
 from tinysrt.server_args import ServerArgs
 
@@ -107,12 +111,34 @@ class ModelRunner:
         )
         self.sampler = Sampler(self.vocab_size, self.device)
 
+        self.graphs: CudaGraphRunner | None = None
+
+    def capture_graphs(self, server_args: ServerArgs, on_progress: OnProgress | None = None) -> None:
+        """Capture the decode steps that `forward` will replay, if the flags say so. Once, before the first batch."""
+        kind = server_args.graph_capture or "none"
+        if kind == "none":
+            return
+        buckets = decode_buckets(server_args, self.max_running_requests, device_memory(self.device))
+        self.graphs = CudaGraphRunner(
+            self.model,
+            self.attention,
+            make_backend(kind, self.device),
+            buckets,
+            vocab_size=self.vocab_size,
+            device=self.device,
+            exact=server_args.disable_cuda_graph_padding,
+        )
+        self.graphs.capture(on_progress)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> LogitsOutput:
         self._prepare_thread()
         if batch.table_update is not None:
             self.table.view(-1)[batch.table_update.flat_index] = batch.table_update.slots
         input_ids = self._fill_from_relay(batch)
+        bucket = self.graphs.bucket_for(batch) if self.graphs is not None else None
+        if self.graphs is not None and bucket is not None:
+            return LogitsOutput(self.graphs.replay(input_ids, batch, bucket))
         attend = partial(self.attention.attend, plan=self.attention.plan(batch))
         hidden = self.model(input_ids, attend)
         return compute_logits(hidden, self.model.lm_head, batch)

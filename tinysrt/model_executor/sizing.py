@@ -61,6 +61,22 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
+def device_memory(device: torch.device) -> int:
+    """All of it, free or not."""
+    import psutil
+
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else int(psutil.virtual_memory().total)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Of the device; on a CPU, by this process."""
+    import psutil
+
+    if device.type == "cuda":
+        return device_memory(device) - free_memory(device)
+    return int(psutil.Process().memory_info().rss)
+
+
 def size_kv_pool(
     server_args: ServerArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, free_before: int
 ) -> int:

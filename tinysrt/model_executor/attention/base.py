@@ -8,8 +8,8 @@
 The split is what makes graphs possible: `attend` runs inside a captured step, `plan` outside it, once, before the
 capture. With `padded_size` the batch is such a step's: it has that many lanes, its tensors are the static buffers that
 every replay fills anew, and the plan may be made of these tensors, of views of them and of their shapes, but of nothing
-that was computed from their contents. `DecodeLanes` is such a plan. Lanes beyond the real batch belong to row 0 and slot
-0, which no request ever gets.
+that was computed from their contents. `DecodeLanes` is such a plan. Lanes beyond the real batch belong to row 0 and
+slot 0, which no request ever gets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tinysrt.kernels.kernel_set import KernelSet
+from tinysrt.kernels.kernel_set import Kernel, KernelSet
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 
@@ -57,6 +57,7 @@ class AttentionBackend(ABC):
         self.num_heads = num_heads
         self.scale = scale
         self.windows = windows
+        self.lanes_attention: Kernel = kernels.decode_attention  # for `attend_lanes`
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Any:
@@ -75,7 +76,7 @@ class AttentionBackend(ABC):
         """`attend` for a decode step whose kernel reads the lengths on the device; fit to be captured."""
         q = self.rope_and_store(layer, qkv, lanes.positions, lanes.slots)
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
-        attended = self.kernels.decode_attention(
+        attended = self.lanes_attention(
             q, k_buffer, v_buffer, self.table, lanes.rows, lanes.seq_lens, self.scale, self.windows[layer]
         )
         return attended.view(len(qkv), -1)

@@ -3,8 +3,8 @@
 The eager `torch_native` backend reads the lengths on the host, groups requests by them and gathers as many positions as
 the longest has. A captured step cannot: its shapes are frozen. So this function gathers the *whole width* of the table
 for every lane and masks what lies beyond the length. That is slow for a long context (a kernel that loops up to the
-length, Numba's or Triton's, pays nothing for the width), but it is plain operators, for a tape to record and a reader to
-follow.
+length, Numba's or Triton's, pays nothing for the width), but it is plain operators, for a tape to record and a reader
+to follow.
 
     table row   [ 11 12 40 41  7  9  0 ...  0 ]        seq_len 4
     slots       [ 11 12 40 41  0  0  0 ...  0 ]        slot 0 instead of what the table still holds there:

@@ -23,12 +23,14 @@ repeats K and V.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinysrt.model_executor.attention.base import AttentionBackend
+from tinysrt.model_executor.attention.base import AttentionBackend, DecodeLanes
+from tinysrt.model_executor.attention.static_decode import masked_decode_attention
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 
 QUERY_BLOCK = 128
@@ -74,15 +76,19 @@ class Plan:
 
 
 class TorchNativeBackend(AttentionBackend):
-    def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Plan:
-        views = {window: self._view(batch, window, padded_size) for window in dict.fromkeys(self.windows)}
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lanes_attention = masked_decode_attention  # the reference kernel reads lengths on the host
+
+    def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Plan | DecodeLanes:
+        if padded_size is not None:
+            return DecodeLanes.of(batch)
+        views = {window: self._view(batch, window) for window in dict.fromkeys(self.windows)}
         return Plan(batch.positions, batch.out_cache_loc, views)
 
-    def _view(self, batch: ForwardBatch, window: int | None, padded_size: int | None) -> View:
+    def _view(self, batch: ForwardBatch, window: int | None) -> View:
         rows, lens = batch.req_pool_indices, batch.seq_lens_cpu
         if batch.forward_mode.is_decode():
-            padding = max((padded_size or 0) - len(lens), 0)
-            rows, lens = F.pad(rows, (0, padding)), lens + [1] * padding
             single = [(i, i) for i in range(len(lens))]
             return View(self._decode_groups(single, rows, lens, window), [], None)
         extend: list[ExtendRequest] = []
@@ -149,7 +155,9 @@ class TorchNativeBackend(AttentionBackend):
         lanes = None if everyone else torch.tensor([lane for _, lane in entries], device=device)
         return DecodeGroup(lanes, slots.reshape(-1), k, v, hidden)
 
-    def attend(self, layer: int, qkv: Tensor, plan: Plan) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, plan: Plan | DecodeLanes) -> Tensor:
+        if isinstance(plan, DecodeLanes):
+            return self.attend_lanes(layer, qkv, plan)
         q = self.rope_and_store(layer, qkv, plan.positions, plan.out_cache_loc)
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
         tokens, heads, dim = q.shape

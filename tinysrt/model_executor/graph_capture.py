@@ -1,0 +1,175 @@
+"""Four ways to capture a step, behind one call: `capture(step)` returns what replays it.
+
+    cuda      a CUDA graph: the kernels that the step launched, launched again by one call
+    tape      every operator call that the step made, made again on the same tensors: a graph to look into, on a CPU
+    eager     the step itself, called again: static buffers and padding alone
+    compile   the step compiled by torch.compile, weights frozen: what a CPU has instead of a CUDA graph
+
+A captured step takes no arguments and returns nothing. It reads static buffers and writes static buffers; whoever
+replays it fills the ones before and reads the others after (`cuda_graph_runner.py`). Python runs at capture only, so a
+step must not look at a tensor's *values* on the host: the branch it took then would be taken forever. CUDA refuses such
+a look while it captures; so does the tape.
+
+Source: SGLang `model_executor/cuda_graph_runner.py`, which captures with CUDA graphs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Step = Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """A step does what cannot be captured."""
+
+
+class CaptureBackend(Protocol):
+    name: str
+
+    def capture(self, step: Step) -> Step:
+        """Run the step as often as it needs to warm up, capture it, return its replay."""
+
+
+def make_backend(name: str, device: torch.device) -> CaptureBackend:
+    if name == "cuda":
+        return CudaGraphCapture(device)
+    return TapeCapture() if name == "tape" else EagerCapture()
+
+
+class EagerCapture:
+    name = "eager"
+
+    def capture(self, step: Step) -> Step:
+        return step
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------------
+
+
+class CudaGraphCapture:
+    """All graphs share one memory pool: they never run at the same time, so the intermediate tensors of a small one may
+    lie where those of a larger one do. Hence largest first: the pool then never grows."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Step) -> Step:
+        # What happens only the first time (workspaces, compiled kernels) must not end up in the graph. It runs on the
+        # capturing stream, because workspaces belong to a stream.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            step()
+        return graph.replay
+
+
+# ---- the tape --------------------------------------------------------------------------------------------
+
+# Looks at values that do not go through an operator.
+HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.__bool__, Tensor.__int__} | {
+    Tensor.__float__,
+    Tensor.__index__,
+}
+ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call. `results`: the tensors that the call made; a replay writes its new results into them, because
+    later calls on the tape read them. Empty where the call wrote into its arguments."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+
+    def replay(self) -> None:
+        returned = self.operator(*self.args, **self.kwargs)
+        if self.results:
+            for old, new in zip(self.results, tensors_in(returned), strict=True):
+                old.copy_(new)
+
+
+class Tape(TorchDispatchMode):
+    """Records what PyTorch's dispatcher is asked to do while it is entered.
+
+    A view (a slice, a transpose) is not recorded: its result shares memory with its argument, and is still there at
+    replay. Neither is a bare allocation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if reads_values(func, args):
+            raise CaptureError(f"{func} looks at the values of a tensor, which a captured step cannot do")
+        with torch._C.DisableTorchFunction():  # what an operator does inside is its own business
+            returned = func(*args, **kwargs)
+        name = func._schema.name
+        if func._schema.is_mutable:
+            self.calls.append(Call(func, args, kwargs, []))
+        elif name not in ALLOCATIONS:
+            made = tensors_in(returned)
+            taken = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
+            if not any(memory_of(tensor) in taken for tensor in made):
+                self.calls.append(Call(func, args, kwargs, made))
+        return returned
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call.replay()
+
+
+def reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Does the host need values for this operator, to return a number or to know the shape of what comes out?"""
+    if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):  # by position: no; by mask: yes
+        return any(index is not None and index.dtype is torch.bool for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+class NoHostReads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in HOST_READS:
+            raise CaptureError(f".{func.__name__}() looks at the values of a tensor, which a captured step cannot do")
+        return func(*args, **(kwargs or {}))
+
+
+class TapeCapture:
+    name = "tape"
+
+    def capture(self, step: Step) -> Step:
+        tape = Tape()
+        with NoHostReads(), tape:
+            step()
+        return tape.replay
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Iterable[Any] = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    )
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Equal for tensors that share memory. (A weight that oneDNN has packed has no address: it is only itself.)"""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
