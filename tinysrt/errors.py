@@ -1,6 +1,6 @@
-"""The two ways tinysrt says no: to a request, and to a start-up.
+"""The two ways tinysrt says no: to a request, and to a start-up; and what a rank says when another one is gone.
 
-Both carry one sentence that a stranger can act on. Neither knows HTTP: the doors
+The first two carry one sentence that a stranger can act on. Neither knows HTTP: the doors
 (`tinysrt/entrypoints/errors.py`) turn a `RequestError` into the body their API promises, and the
 command line turns a `StartupError` into one line and a non-zero exit code.
 
@@ -27,3 +27,8 @@ class RequestError(ValueError):
 
 class StartupError(RuntimeError):
     """The server cannot start: one clear line for the terminal, and exit code 1."""
+
+
+class RankLost(ConnectionError):
+    """Another rank of the group has ended, so this one cannot go on. Never the cause: that rank has a reason of its own,
+    and whoever watches both reports that one."""

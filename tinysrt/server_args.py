@@ -89,7 +89,7 @@ access, request, detok, model, memory, graph, spec, log, own = (functools.partia
 # fmt: off
 _HTTP2, _GRPC, _KEYS = "the HTTP/2 transport", "the gRPC transport", "authorization"
 _WORKERS, _PARSERS, _GRAMMAR = "several workers", "the output parsers", "constrained output"
-_PARALLEL, _KERNELS = "parallelism", "the fast attention kernels"
+_KERNELS = "the fast attention kernels"
 _SPEC, _METRICS, _LEFT_OUT = "speculative decoding", "metrics", ""
 
 
@@ -162,14 +162,16 @@ class ServerArgs:
         None, "longest sequence, prompt and answer together", human=True, low=1, auto="the model's")
     trust_remote_code: bool = model(False, "run Python that comes with the model's tokenizer or configuration")
     tensor_parallel_size: int = model(
-        1, "scheduler processes that share each layer", also=("tp-size", "tp"), low=1, later=_PARALLEL)
+        1, "scheduler processes that share each layer", also=("tp-size", "tp"), low=1)
     pipeline_parallel_size: int = model(
-        1, "stages that share the layers", also=("pp-size", "pp"), low=1, later=_PARALLEL)
-    data_parallel_size: int = model(1, "independent replicas", also=("dp-size", "dp"), low=1, later=_PARALLEL)
-    nccl_port: int | None = model(None, "port of the ranks' rendezvous", later=_PARALLEL)
-    dist_init_addr: str | None = model(None, "host:port of node 0", later=_PARALLEL)
-    nnodes: int = model(1, "machines", low=1, later=_PARALLEL)
-    node_rank: int = model(0, "this machine's number", low=0, later=_PARALLEL)
+        1, "stages that share the layers; no overlap then", also=("pp-size", "pp"), low=1)
+    data_parallel_size: int = model(1, "independent replicas", also=("dp-size", "dp"), low=1)
+    nccl_port: int | None = model(
+        None, "port where the ranks of one machine meet, and the next ones for further replicas", low=1,
+        auto="a file in a private folder")
+    dist_init_addr: str | None = model(None, "host:port of node 0, where the ranks of several machines meet")
+    nnodes: int = model(1, "machines that share the ranks evenly; node 0 serves", low=1)
+    node_rank: int = model(0, "this machine's number", low=0)
     device: str | None = model(None, "cpu or cuda; an index such as :0 is dropped", auto="cuda where there is one")
     random_seed: int | None = model(None, "seeds what is drawn by chance", low=0, auto="drawn below 2^30, and logged")
     attention_backend: str | None = model(
@@ -279,8 +281,8 @@ class ServerArgs:
     max_batch_size: int = own(1024, "most prompts in one request; above: 400", low=1)
     drain_timeout: float = own(30.0, "seconds that running requests get after SIGTERM", low=0)
     kv_pool_bytes: int | None = own(
-        None, "memory of the KV pool; decides alone, before --mem-fraction-static", human=True, low=1,
-        auto="on a CPU 2 GiB, or a quarter of the available memory where that is less")
+        None, "memory of each rank's KV pool; decides alone, before --mem-fraction-static", human=True, low=1,
+        auto="on a CPU 2 GiB, or its part of a quarter of the available memory where that is less")
     num_threads: int | None = own(None, "threads of the model's process", low=1, auto="PyTorch's choice")
     debug_invariants: bool = own(False, "prove after each step that every KV slot has one owner (slow)")
     trace_dir: str | None = own(None, "record trace events of all processes into this folder")
@@ -304,7 +306,8 @@ class ServerArgs:
             "attention_backend": self.attention_backend or "torch_native",
             "sampling_backend": self.sampling_backend or "pytorch",
             "graph_capture": self._graph_capture(on_cpu),
-            "disable_overlap_schedule": bool(self.disable_overlap_schedule),
+            # A pipeline overlaps its stages instead.
+            "disable_overlap_schedule": bool(self.disable_overlap_schedule) or self.pipeline_parallel_size > 1,
             "log_level_http": self.log_level_http or ("warning" if self.log_level == "info" else self.log_level),
         }
         if self.disable_radix_cache and self.schedule_policy in CACHE_AWARE_POLICIES:
@@ -317,7 +320,8 @@ class ServerArgs:
         if on_cpu and self.max_running_requests is None:
             values["max_running_requests"] = CPU_MAX_RUNNING_REQUESTS
         if on_cpu and self.kv_pool_bytes is None and self.mem_fraction_static is None:
-            values["kv_pool_bytes"] = min(CPU_KV_POOL_BYTES, int(available_memory() * CPU_KV_POOL_SHARE))
+            share = CPU_KV_POOL_SHARE / self.ranks_on_this_machine()
+            values["kv_pool_bytes"] = min(CPU_KV_POOL_BYTES, int(available_memory() * share))
         values["mem_fraction_static"] = self.mem_fraction_static or MEM_FRACTION_STATIC
         values["enable_torch_compile"] = values["graph_capture"] == "compile"
         values["cuda_graph_backend_decode"] = "disabled" if values["graph_capture"] == "none" else "full"
@@ -335,7 +339,38 @@ class ServerArgs:
             raise StartupError("--enable-torch-compile is for CPUs; on a GPU a CUDA graph does its work")
         if asked == "compile" and self.disable_cuda_graph_padding:
             raise StartupError("--enable-torch-compile compiles few batch sizes: not with --disable-cuda-graph-padding")
-        return asked or ("none" if on_cpu or off else "cuda")
+        return asked or ("none" if on_cpu or off or self.pipeline_parallel_size > 1 else "cuda")
+
+    def _check_parallel(self) -> None:
+        tp, pp, dp, nodes = (
+            self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size, self.nnodes
+        )  # fmt: skip
+        if tp * pp % nodes:
+            raise StartupError(f"--nnodes {nodes} does not divide the {tp * pp} ranks of --tp {tp} and --pp {pp}")
+        if self.node_rank >= nodes:
+            raise StartupError(f"--node-rank {self.node_rank} is not below --nnodes {nodes}")
+        if nodes > 1 and self.dist_init_addr is None:
+            raise StartupError("--nnodes needs --dist-init-addr host:port, an address of node 0 and a free port there")
+        if nodes > 1 and dp > 1:
+            raise StartupError("--dp puts replicas on one machine: for several, a server each with a router in front")
+        if self.dist_init_addr is not None:
+            host, colon, port = self.dist_init_addr.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise StartupError(f"--dist-init-addr {self.dist_init_addr!r} is not host:port")
+            if self.nccl_port is not None:
+                raise StartupError("--nccl-port and --dist-init-addr both say where the ranks meet: choose one")
+            if dp > 1:
+                raise StartupError("--dist-init-addr is one meeting place, and --dp needs one each: use --nccl-port")
+        if self.nccl_port is not None and self.nccl_port + dp - 1 > 65535:
+            raise StartupError(f"--nccl-port {self.nccl_port} is too high")
+        capture = "compile" if self.enable_torch_compile else self.graph_capture
+        if (tp > 1 and capture in ("tape", "compile")) or (pp > 1 and capture not in (None, "none")):
+            raise StartupError(f"--graph-capture {capture} works within one process: not with --tp or --pp")
+
+    def ranks_on_this_machine(self) -> int:
+        """Scheduler processes here; they share its cores and its main memory."""
+        group = self.tensor_parallel_size * self.pipeline_parallel_size // self.nnodes
+        return self.data_parallel_size * group
 
     def to_info(self) -> dict[str, Any]:
         """All fields flat, for /server_info; SGLang's short names beside ours, secrets hidden."""
@@ -386,6 +421,7 @@ class ServerArgs:
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk > 0 and chunk % self.page_size:
             raise StartupError(f"--chunked-prefill-size {chunk} is not a multiple of --page-size {self.page_size}")
+        self._check_parallel()
         sizes, largest = self.cuda_graph_bs_decode, self.cuda_graph_max_bs_decode
         if sizes is not None and (not sizes or min(sizes) < 1):
             raise StartupError("--cuda-graph-bs takes one or more batch sizes, each at least 1")

@@ -65,10 +65,10 @@ class ModelRunner:
     ):
         self.config = model_config
         self.trace = trace
-        self.device = torch.device(server_args.device or "cpu")
+        self.device = device_of_rank(server_args.device or "cpu", parallel)
         self.dtype = runtime_dtype(server_args.dtype, model_config.dtype, self.device)
         self.vocab_size = model_config.vocab_size
-        self.num_threads = server_args.num_threads or usable_cores()
+        self.num_threads = server_args.num_threads or max(1, usable_cores() // server_args.ranks_on_this_machine())
         self._prepared_thread: int | None = None
         self._prepare_thread()
 
@@ -84,16 +84,20 @@ class ModelRunner:
                 parallel=parallel,
                 on_progress=on_progress,
             )
-        self.max_total_num_tokens = size_kv_pool(server_args, model_config, self.dtype, self.device, free_before)
+        mine = config_of_rank(model_config, parallel)
+        # All ranks schedule alike, so their pools are alike: as large as the one with the least memory bears.
+        self.max_total_num_tokens = parallel.smallest(
+            size_kv_pool(server_args, mine, self.dtype, self.device, free_before)
+        )
         self.max_running_requests = size_request_table(
             server_args.max_running_requests, self.max_total_num_tokens, model_config.context_len
         )
         self.kv_pool = KVPool(
             self.max_total_num_tokens,
             server_args.page_size,
-            model_config.num_layers,
-            model_config.num_kv_heads,
-            model_config.head_dim,
+            mine.num_layers,
+            mine.num_kv_heads,
+            mine.head_dim,
             self.dtype,
             self.device,
         )
@@ -105,9 +109,9 @@ class ModelRunner:
             self.kv_pool,
             self.table,
             rope_cache(model_config.head_dim, model_config.rope, self.table_width).to(self.device),
-            model_config.num_heads,
-            model_config.head_dim**-0.5,
-            model_config.windows,
+            mine.num_heads,
+            mine.head_dim**-0.5,
+            mine.windows,
         )
         self.sampler = Sampler(self.vocab_size, self.device)
 
@@ -131,7 +135,8 @@ class ModelRunner:
         self.graphs.capture(on_progress)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> LogitsOutput:
+    def forward(self, batch: ForwardBatch) -> LogitsOutput | None:
+        """None at a pipeline's stage that is not the last: it has sent its hidden states on."""
         self._prepare_thread()
         if batch.table_update is not None:
             self.table.view(-1)[batch.table_update.flat_index] = batch.table_update.slots
@@ -141,6 +146,8 @@ class ModelRunner:
             return LogitsOutput(self.graphs.replay(input_ids, batch, bucket))
         attend = partial(self.attention.attend, plan=self.attention.plan(batch))
         hidden = self.model(input_ids, attend)
+        if self.model.lm_head is None:
+            return None
         return compute_logits(hidden, self.model.lm_head, batch)
 
     @torch.inference_mode()
@@ -159,6 +166,11 @@ class ModelRunner:
         result = StepResult(next_token_ids=[[token] for token in tokens])
         return result if batch.logprob is None else _with_scores(result, output, batch)
 
+    def remember(self, batch: ForwardBatch, tokens: list[int]) -> None:
+        """Tokens that another stage has sampled, for the relay; as `sample` does with its own."""
+        drawn = torch.tensor(tokens, device=self.device)
+        self.relay[batch.req_pool_indices] = drawn.clamp(min=0)
+
     def _fill_from_relay(self, batch: ForwardBatch) -> Tensor:
         """A decode step reads every input token from the relay; a mixed one those of its decode rows."""
         if batch.relay_lanes is not None:
@@ -169,7 +181,25 @@ class ModelRunner:
         """The one place that sets the thread count. PyTorch keeps it per thread, so whoever runs a forward sets it."""
         if self._prepared_thread != threading.get_ident():
             torch.set_num_threads(self.num_threads)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
             self._prepared_thread = threading.get_ident()
+
+
+def device_of_rank(device: str, parallel: ParallelState) -> torch.device:
+    return torch.device(device, parallel.local) if device == "cuda" else torch.device(device)
+
+
+def config_of_rank(config: ModelConfig, parallel: ParallelState) -> ModelConfig:
+    """The same model with the layers and heads that this rank holds."""
+    layers = parallel.my_layers(config.num_layers)
+    return replace(
+        config,
+        num_layers=len(layers),
+        num_heads=parallel.share(config.num_heads, "the attention heads,"),
+        num_kv_heads=parallel.share_of_heads(config.num_kv_heads)[0],
+        windows=config.windows[layers.start : layers.stop],
+    )
 
 
 def start_copy(output: SampleOutput) -> SampleOutput:

@@ -92,6 +92,8 @@ def size_kv_pool(
         assert fraction is not None, "ServerArgs.resolve gives a fraction where it gives no pool bytes"
         # Everything that is resident by now, the weights too, is charged to the static part.
         budget = free_now - int(free_before * (1 - fraction))
+        if device.type == "cpu":  # every rank of this machine looks at the same memory
+            budget //= server_args.ranks_on_this_machine()
         needed = math.ceil(1000 * (1 - (free_now - smallest) / free_before)) / 1000
         knob = f"--mem-fraction-static {needed}" if needed < 1 else "a smaller model or a larger machine"
     if budget > free_now:

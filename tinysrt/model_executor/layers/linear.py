@@ -7,6 +7,11 @@ stands in where they are missing, and a test holds both to the same result.
 
 Several projections that read the same input share one weight (`q_proj`, `k_proj`, `v_proj` → `qkv_proj`): one matmul
 instead of three. `weights.py` writes each checkpoint tensor into its rows of the fused weight.
+
+Tensor parallel cuts a pair of projections so that one all-reduce suffices for both:
+
+    column-parallel  qkv_proj, gate_up_proj   a rank has some rows of W: whole heads, some of the hidden units
+    row-parallel     o_proj, down_proj        a rank has the matching columns; the ranks' products add up to y
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tinysrt.distributed.parallel_state import Cut, ParallelState
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -32,11 +39,15 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Linear(nn.Module):
-    """`output_sizes`: the row ranges of the weight, one per projection fused into it."""
+    """`output_sizes`: the row ranges of the weight, one per projection fused into it. All sizes are this rank's, and
+    `cuts` says which part of each checkpoint tensor they are; None: the whole."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False):
+    def __init__(
+        self, input_size: int, output_sizes: list[int], bias: bool = False, cuts: list[Cut | None] | None = None
+    ):
         super().__init__()
         self.output_sizes = output_sizes
+        self.cuts = cuts or [None] * len(output_sizes)
         self.weight = empty_parameter(sum(output_sizes), input_size)
         self.bias = empty_parameter(sum(output_sizes)) if bias else None
         self.packed: Tensor | None = None
@@ -52,3 +63,16 @@ class Linear(nn.Module):
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+class RowParallelLinear(Linear):
+    """The second of a pair: takes this rank's part of the input, gives the whole output on every rank."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, parallel: ParallelState):
+        # Only rank 0 has the bias: added up, it counts once.
+        mine = parallel.share(input_size, "the width")
+        super().__init__(mine, [output_size], bias and parallel.tp_rank == 0, [parallel.my_cut(1)])
+        self.parallel = parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parallel.all_reduce(super().forward(x))

@@ -5,6 +5,9 @@ of a small model fall on the same one. Which of them is drawn would then be deci
 in bfloat16, the `EXACT` best logits of each row are computed again in float32 from the same hidden state: eight dot
 products a row, beside a matmul with tens of thousands. (SGLang has `--enable-fp32-lm-head`, which computes all of them
 so, at twice the memory traffic.)
+
+Vocabulary-parallel: each rank computes the logits of its rows of the vocabulary, the exact ones too, and all ranks
+gather all of them. So every rank samples from the same bytes, and none has to be told the token.
 """
 
 from __future__ import annotations
@@ -12,14 +15,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tinysrt.distributed.parallel_state import ParallelState
 from tinysrt.model_executor.layers.linear import Linear
 
 EXACT = 8
 
 
 class LMHead(Linear):
+    def __init__(self, hidden_size: int, vocab_size: int, parallel: ParallelState):
+        mine, cut = parallel.share_of_vocabulary(vocab_size)
+        super().__init__(hidden_size, [mine], cuts=[cut])
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden (R, hidden_size) -> logits (R, vocab) float32."""
+        logits = self.parallel.all_gather(self._my_logits(hidden))
+        return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size].contiguous()
+
+    def _my_logits(self, hidden: Tensor) -> Tensor:
         logits = super().forward(hidden).float()
         if hidden.dtype == torch.float32 or self.weight.numel() == 0:
             return logits

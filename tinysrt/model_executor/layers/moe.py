@@ -32,8 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinysrt.distributed.parallel_state import ParallelState
-from tinysrt.errors import StartupError
+from tinysrt.distributed.parallel_state import Cut, ParallelState
 from tinysrt.kernels.kernel_set import KernelSet
 from tinysrt.model_executor.layers.linear import empty_parameter
 
@@ -59,31 +58,33 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, parallel: ParallelState):
         super().__init__()
-        if intermediate_size % parallel.tp_size:
-            raise StartupError(f"--tp {parallel.tp_size} does not divide moe_intermediate_size {intermediate_size}")
-        mine = intermediate_size // parallel.tp_size
+        mine = parallel.share(intermediate_size, "moe_intermediate_size")
+        self.parallel = parallel
         self.gate_up_proj = empty_parameter(num_experts, 2 * mine, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, mine)
 
-    def places(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name → the part of a parameter that it fills."""
-        places: dict[str, Tensor] = {}
+    def places(self, prefix: str) -> dict[str, tuple[Tensor, Cut | None]]:
+        """Checkpoint name → the part of a parameter that it fills, and which part of the tensor goes there."""
+        rows, columns = self.parallel.my_cut(0), self.parallel.my_cut(1)
+        places: dict[str, tuple[Tensor, Cut | None]] = {}
         for e, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
             gate, up = gate_up.chunk(2)
             places |= {
-                f"{prefix}.{e}.gate_proj.weight": gate,  # (n / tp, h)
-                f"{prefix}.{e}.up_proj.weight": up,
-                f"{prefix}.{e}.down_proj.weight": down,  # (h, n / tp)
+                f"{prefix}.{e}.gate_proj.weight": (gate, rows),  # (n / tp, h)
+                f"{prefix}.{e}.up_proj.weight": (up, rows),
+                f"{prefix}.{e}.down_proj.weight": (down, columns),  # (h, n / tp)
             }
         return places
 
 
+def is_of_all_experts(name: str) -> bool:
+    """Is this a tensor of all experts, as transformers 5 may write it?"""
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+
+
 def one_by_one(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of all experts, as transformers 5 may write it, under the names that single experts have."""
+    """Such a tensor under the names that single experts have."""
     prefix, _, last = name.rpartition(".")
-    if not prefix.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
-        yield name, tensor
-        return
     for e, matrix in enumerate(tensor):
         if last == "down_proj":
             yield f"{prefix}.{e}.down_proj.weight", matrix

@@ -19,14 +19,15 @@ positions: it rotates queries and keys, stores K and V where the request's live,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinysrt.distributed.parallel_state import ParallelState
 from tinysrt.kernels.kernel_set import KernelSet
-from tinysrt.model_executor.layers.linear import Linear, empty_parameter
+from tinysrt.model_executor.layers.embedding import Embedding
+from tinysrt.model_executor.layers.linear import Linear, RowParallelLinear
 from tinysrt.model_executor.layers.lm_head import LMHead
 from tinysrt.model_executor.layers.norm import RMSNorm
 from tinysrt.model_executor.model_config import ModelConfig
@@ -46,15 +47,26 @@ FUSED = {
 
 class Attention(nn.Module):
     def __init__(
-        self, config: ModelConfig, kernels: KernelSet, layer: int, *, qkv_bias: bool, o_bias: bool, head_norms: bool
+        self,
+        config: ModelConfig,
+        kernels: KernelSet,
+        parallel: ParallelState,
+        layer: int,  # counted from this stage's first: the index into its KV pool
+        *,
+        qkv_bias: bool,
+        o_bias: bool,
+        head_norms: bool,
     ):
         super().__init__()
         self.kernels = kernels
         self.layer = layer
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.dim = config.head_dim
+        self.heads = parallel.share(config.num_heads, "the attention heads,")
+        self.kv_heads, kv_cut = parallel.share_of_heads(config.num_kv_heads)
         q_size, kv_size = self.heads * self.dim, self.kv_heads * self.dim
-        self.qkv_proj = Linear(config.hidden_size, [q_size, kv_size, kv_size], bias=qkv_bias)
-        self.o_proj = Linear(q_size, [config.hidden_size], bias=o_bias)
+        cuts = [parallel.my_cut(0), kv_cut, kv_cut]
+        self.qkv_proj = Linear(config.hidden_size, [q_size, kv_size, kv_size], qkv_bias, cuts)
+        self.o_proj = RowParallelLinear(config.num_heads * self.dim, config.hidden_size, o_bias, parallel)
         self.q_norm = RMSNorm(self.dim, config.rms_norm_eps, kernels) if head_norms else None
         self.k_norm = RMSNorm(self.dim, config.rms_norm_eps, kernels) if head_norms else None
         self.head_norm_weight: Tensor | None = None  # (heads + kv_heads, dim): both norms as one operation
@@ -75,11 +87,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, kernels: KernelSet, bias: bool):
+    def __init__(self, config: ModelConfig, kernels: KernelSet, parallel: ParallelState, bias: bool):
         super().__init__()
         self.kernels = kernels
-        self.gate_up_proj = Linear(config.hidden_size, [config.intermediate_size] * 2, bias=bias)
-        self.down_proj = Linear(config.intermediate_size, [config.hidden_size], bias=bias)
+        mine = parallel.share(config.intermediate_size, "intermediate_size")
+        self.gate_up_proj = Linear(config.hidden_size, [mine] * 2, bias, [parallel.my_cut(0)] * 2)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
@@ -101,30 +114,41 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, hidden_size: int):
-        super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
-
-
 class Decoder(nn.Module):
-    """What checkpoints call `model`: embedding, layers, final norm."""
+    """What checkpoints call `model`: embedding, layers, final norm. Of a pipeline's stages the first has the embedding
+    (a tied head needs it at the last one too), the last the norm; each has some layers, under their own numbers."""
 
-    def __init__(self, config: ModelConfig, kernels: KernelSet, layers: list[DecoderLayer]):
+    def __init__(
+        self, config: ModelConfig, kernels: KernelSet, parallel: ParallelState, layers: dict[str, DecoderLayer]
+    ):
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
+        self.parallel = parallel
+        self.hidden_size = config.hidden_size
+        needs_embedding = parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, parallel) if needs_embedding else None
+        self.layers = nn.ModuleDict(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels) if parallel.is_last_stage else None
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        x = self.embed_tokens(token_ids)
-        residual = torch.zeros_like(x, dtype=torch.float32)  # nothing came before the first layer
-        for layer in self.layers:
+        x, residual = self._first_input(token_ids)
+        for layer in self.layers.values():
             x, residual = layer(x, residual, attend)
+        if self.norm is None:
+            self.parallel.send_next(x, residual)
+            return x
         return self.norm.add(x, residual)[0]
+
+    def _first_input(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.parallel.is_first_stage:
+            assert self.embed_tokens is not None
+            x = self.embed_tokens(token_ids)
+            return x, torch.zeros_like(x, dtype=torch.float32)  # nothing came before the first layer
+        first: Any = next(iter(self.layers.values()))
+        dtype = first.self_attn.qkv_proj.weight.dtype
+        x = torch.empty(len(token_ids), self.hidden_size, dtype=dtype, device=token_ids.device)
+        residual = torch.empty_like(x, dtype=torch.float32)
+        self.parallel.receive_previous(x, residual)
+        return x, residual
 
 
 class LlamaForCausalLM(nn.Module):
@@ -143,34 +167,34 @@ class LlamaForCausalLM(nn.Module):
         head_norms: bool = False,
     ):
         super().__init__()
-        assert parallel.tp_size == parallel.pp_size == 1
         configured = bool(getattr(config.hf_config, "attention_bias", False))
         biases = {
             "qkv_bias": configured if qkv_bias is None else qkv_bias,
             "o_bias": configured if o_bias is None else o_bias,
         }
-        layers = [
-            DecoderLayer(
+        layers = {
+            str(i): DecoderLayer(
                 config,
                 kernels,
-                Attention(config, kernels, i, head_norms=head_norms, **biases),
+                Attention(config, kernels, parallel, local, head_norms=head_norms, **biases),
                 self.build_mlp(config, i, kernels, parallel),
             )
-            for i in range(config.num_layers)
-        ]
-        self.model = Decoder(config, kernels, layers)
-        self.lm_head = LMHead(config.hidden_size, [config.vocab_size])
+            for local, i in enumerate(parallel.my_layers(config.num_layers))
+        }
+        self.model = Decoder(config, kernels, parallel, layers)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, parallel) if parallel.is_last_stage else None
         self.tied = config.tie_word_embeddings
-        if self.tied:
+        if self.tied and self.lm_head is not None:
             del self.lm_head.weight  # no parameter of its own: `finish_loading` lends it the embedding's
 
     def build_mlp(self, config: ModelConfig, layer: int, kernels: KernelSet, parallel: ParallelState) -> nn.Module:
         """What stands behind the attention of one layer; mixture-of-experts families have their own."""
-        return MLP(config, kernels, bias=bool(getattr(config.hf_config, "mlp_bias", False)))
+        return MLP(config, kernels, parallel, bias=bool(getattr(config.hf_config, "mlp_bias", False)))
 
     def finish_loading(self) -> None:
         """Once all weights are in: lay out and pack what the forward reads in another shape than the checkpoint's."""
-        if self.tied:
+        if self.tied and self.lm_head is not None:
+            assert self.model.embed_tokens is not None
             self.lm_head.weight = self.model.embed_tokens.weight
         for module in self.modules():
             if isinstance(module, Linear):
@@ -179,5 +203,5 @@ class LlamaForCausalLM(nn.Module):
                 module.finish_loading()
 
     def forward(self, token_ids: Tensor, attend: Attend) -> Tensor:
-        """(T, hidden_size), ready for `lm_head`."""
+        """(T, hidden_size), ready for `lm_head`; at a stage that has none, what it has sent on."""
         return self.model(token_ids, attend)
