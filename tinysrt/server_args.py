@@ -329,7 +329,9 @@ class ServerArgs:
 
     def _graph_capture(self, on_cpu: bool) -> str:
         asked, off = self.graph_capture, self.disable_cuda_graph or self.cuda_graph_backend_decode == "disabled"
-        if asked is None and self.enable_torch_compile:
+        if self.enable_torch_compile and asked not in (None, "compile"):
+            raise StartupError(f"--enable-torch-compile and --graph-capture {asked} are two ways to capture: choose one")
+        if self.enable_torch_compile:
             asked = "compile"
         if off and asked not in (None, "none"):
             raise StartupError(f"--disable-cuda-graph captures nothing, and {asked!r} is a way to capture: choose one")
@@ -339,6 +341,10 @@ class ServerArgs:
             raise StartupError("--enable-torch-compile is for CPUs; on a GPU a CUDA graph does its work")
         if asked == "compile" and self.disable_cuda_graph_padding:
             raise StartupError("--enable-torch-compile compiles few batch sizes: not with --disable-cuda-graph-padding")
+        if asked in ("tape", "compile") and self.tensor_parallel_size > 1:
+            raise StartupError(f"{asked!r} cannot capture what ranks say to each other: not with --tp")
+        if asked not in (None, "none") and self.pipeline_parallel_size > 1:
+            raise StartupError("the stages of a pipeline capture nothing: leave --graph-capture out with --pp")
         return asked or ("none" if on_cpu or off or self.pipeline_parallel_size > 1 else "cuda")
 
     def _check_parallel(self) -> None:

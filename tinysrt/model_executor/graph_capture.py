@@ -15,14 +15,21 @@ Source: SGLang `model_executor/cuda_graph_runner.py`, which captures with CUDA g
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tinysrt.errors import StartupError
 
 Step = Callable[[], None]
 
@@ -41,6 +48,8 @@ class CaptureBackend(Protocol):
 def make_backend(name: str, device: torch.device) -> CaptureBackend:
     if name == "cuda":
         return CudaGraphCapture(device)
+    if name == "compile":
+        return CompileCapture()
     return TapeCapture() if name == "tape" else EagerCapture()
 
 
@@ -173,3 +182,41 @@ def tensors_in(value: Any) -> list[Tensor]:
 def memory_of(tensor: Tensor) -> int:
     """Equal for tensors that share memory. (A weight that oneDNN has packed has no address: it is only itself.)"""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------
+
+
+def require_compiler() -> None:
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # what Inductor will call
+    how = "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora), xcode-select --install (macOS)"
+    if shutil.which(compiler) is None:
+        raise StartupError(f"--enable-torch-compile needs a C++ compiler, and there is no {compiler}: {how}")
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        raise StartupError(
+            "--enable-torch-compile needs Python's C headers: apt-get install python3-dev (Debian, Ubuntu)"
+        )
+
+
+class CompileCapture:
+    """Dynamo turns the step into one graph, Inductor fuses its small operations and generates C++ for them, matmuls
+    with the weights as constants.
+
+    `freezing`: the weights are part of the graph, laid out once as its matmuls like them. `max_autotune`: several kinds
+    of matmul are timed for each shape. The graph is called without guards (the checks that its assumptions still hold):
+    the step closes over static buffers, nothing about it ever changes, and checking some hundred tensors before each
+    step would cost as much as an attention layer.
+    """
+
+    name = "compile"
+
+    def __init__(self) -> None:
+        require_compiler()
+
+    def capture(self, step: Step) -> Step:
+        options = {"freezing": True, "max_autotune": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        # Dynamo keeps what it compiles by code object; without guards it could not tell two buckets apart.
+        twin = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, closure=step.__closure__)
+        compiled = torch.compile(twin, fullgraph=True, dynamic=False, options=options)
+        compiled()
+        return compiled

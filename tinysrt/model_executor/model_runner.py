@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tinysrt.distributed.parallel_state import SINGLE, ParallelState
 from tinysrt.kernels.kernel_set import load_kernels
+from tinysrt.kernels.operators import as_operators, compilable
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
 from tinysrt.model_executor.cuda_graph_runner import CudaGraphRunner, decode_buckets
@@ -72,7 +73,10 @@ class ModelRunner:
         self._prepared_thread: int | None = None
         self._prepare_thread()
 
+        compiling = server_args.graph_capture == "compile"
         kernels = load_kernels(server_args.attention_backend or "torch_native")
+        if kernels.name == "numba" and server_args.graph_capture in ("tape", "compile"):
+            kernels = compilable(kernels) if compiling else as_operators(kernels)
         free_before = free_memory(self.device)
         with torch.inference_mode():
             self.model = load_model(
@@ -82,6 +86,7 @@ class ModelRunner:
                 server_args.load_format,
                 kernels=kernels,
                 parallel=parallel,
+                keep_weights=compiling,
                 on_progress=on_progress,
             )
         mine = config_of_rank(model_config, parallel)
@@ -114,7 +119,6 @@ class ModelRunner:
             mine.windows,
         )
         self.sampler = Sampler(self.vocab_size, self.device)
-
         self.graphs: CudaGraphRunner | None = None
 
     def capture_graphs(self, server_args: ServerArgs, on_progress: OnProgress | None = None) -> None:

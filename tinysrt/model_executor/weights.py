@@ -52,6 +52,7 @@ def load_model(
     *,
     kernels: KernelSet = REFERENCE,
     parallel: ParallelState = SINGLE,
+    keep_weights: bool = False,  # beside those that are packed; see `LlamaForCausalLM.finish_loading`
     on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
     build = model_class(config)
@@ -68,7 +69,7 @@ def load_model(
         load_safetensors(
             model, config.path, tied=config.tie_word_embeddings, elsewhere=elsewhere, on_progress=on_progress
         )
-    model.finish_loading()
+    model.finish_loading(keep_weights=keep_weights)
     return model.eval()
 
 

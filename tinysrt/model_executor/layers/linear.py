@@ -60,7 +60,8 @@ class Linear(nn.Module):
                 self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
+        # torch.compile lays weights out itself, as its own matmuls like them (`graph_capture.py`).
+        if self.packed is None or torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 

@@ -191,14 +191,15 @@ class LlamaForCausalLM(nn.Module):
         """What stands behind the attention of one layer; mixture-of-experts families have their own."""
         return MLP(config, kernels, parallel, bias=bool(getattr(config.hf_config, "mlp_bias", False)))
 
-    def finish_loading(self) -> None:
-        """Once all weights are in: lay out and pack what the forward reads in another shape than the checkpoint's."""
+    def finish_loading(self, *, keep_weights: bool = False) -> None:
+        """Once all weights are in: lay out and pack what the forward reads in another shape than the checkpoint's.
+        `keep_weights`: beside what is packed, keep the plain weights too, for torch.compile."""
         if self.tied and self.lm_head is not None:
             assert self.model.embed_tokens is not None
             self.lm_head.weight = self.model.embed_tokens.weight
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack(keep_weight=module is self.lm_head)
+                module.pack(keep_weight=keep_weights or module is self.lm_head)
             elif isinstance(module, (Attention, RMSNorm)):  # an Attention before the head norms that it joins
                 module.finish_loading()
 
