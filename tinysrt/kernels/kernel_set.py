@@ -48,4 +48,26 @@ REFERENCE = KernelSet.of_module("torch_native", reference)
 def load_kernels(name: str) -> KernelSet:
     if name == "torch_native":
         return REFERENCE
+    if name == "triton":
+        return _triton()
     raise StartupError(f"there are no {name!r} kernels; there are {', '.join(NAMES)}")
+
+
+def _triton() -> KernelSet:
+    try:
+        from tinysrt.kernels import triton_attention, triton_elementwise, triton_moe, triton_sampling
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        raise StartupError("the triton kernels need the triton package: pip install 'tinysrt[triton]'") from error
+    return KernelSet(
+        "triton",
+        rms_norm=triton_elementwise.rms_norm,
+        add_rms_norm=triton_elementwise.add_rms_norm,
+        rope_and_store=triton_elementwise.rope_and_store,
+        silu_and_mul=triton_elementwise.silu_and_mul,
+        decode_attention=triton_attention.decode_attention,
+        extend_attention=triton_attention.extend_attention,
+        sample_tokens=triton_sampling.sample_tokens,
+        grouped_gemm=triton_moe.grouped_gemm,
+    )
