@@ -330,7 +330,7 @@ class ServerArgs:
     def _graph_capture(self, on_cpu: bool) -> str:
         asked, off = self.graph_capture, self.disable_cuda_graph or self.cuda_graph_backend_decode == "disabled"
         if self.enable_torch_compile and asked not in (None, "compile"):
-            raise StartupError(f"--enable-torch-compile and --graph-capture {asked} are two ways to capture: choose one")
+            raise StartupError(f"--enable-torch-compile and --graph-capture {asked} are two ways: choose one")
         if self.enable_torch_compile:
             asked = "compile"
         if off and asked not in (None, "none"):

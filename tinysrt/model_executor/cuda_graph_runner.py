@@ -179,6 +179,7 @@ class CudaGraphRunner:
     def step(self, bucket: int) -> Step:
         """The decode step of so many lanes: from the static buffers to the static logits."""
         model, head = self.model, self.model.lm_head
+        assert head is not None, "the stages of a pipeline capture nothing"
         batch, logits = self.lanes.batch(bucket), self.logits[:bucket]
         attend: Callable[[int, Tensor], Tensor] = partial(
             self.attention.attend, plan=self.attention.plan(batch, padded_size=bucket)

@@ -214,7 +214,11 @@ class CompileCapture:
         require_compiler()
 
     def capture(self, step: Step) -> Step:
-        options = {"freezing": True, "max_autotune": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        options: dict[str, Any] = {
+            "freezing": True,
+            "max_autotune": True,
+            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        }
         # Dynamo keeps what it compiles by code object; without guards it could not tell two buckets apart.
         twin = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, closure=step.__closure__)
         compiled = torch.compile(twin, fullgraph=True, dynamic=False, options=options)
