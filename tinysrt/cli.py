@@ -8,6 +8,7 @@ stand inside it, so that `tinysrt --help` needs neither PyTorch nor a model.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,22 +99,27 @@ def demo_model(argv: Sequence[str]) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """measure a part by itself: scheduler, radix, overlap"""
-    parser = argparse.ArgumentParser(prog="tinysrt bench", description="Measure one part by itself.")
-    parser.add_argument("part", choices=("scheduler", "radix", "overlap"))
-    part = parser.parse_args(argv[:1]).part
-    # importlib would be shorter; written out, the import contract sees them.
-    if part == "scheduler":
-        from tinysrt.bench import scheduler
+    """measure a server, a mechanism, a part: `tinysrt bench --help`"""
+    parser = argparse.ArgumentParser(
+        prog="tinysrt bench",
+        description="Measure a server, a mechanism or one part by itself.",
+        epilog="\n".join(["parts:", *(f"  {name:12} {about}" for name, about in BENCHES.items())])
+        + "\n\n`tinysrt bench PART --help` tells a part's flags.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("part", choices=BENCHES, metavar="PART", help="one of the parts below")
+    part = importlib.import_module(f"tinysrt.bench.{parser.parse_args(argv[:1]).part}")
+    return int(part.main(argv[1:]))
 
-        return scheduler.main(argv[1:])
-    if part == "radix":
-        from tinysrt.bench import radix
 
-        return radix.main(argv[1:])
-    from tinysrt.bench import overlap
-
-    return overlap.main(argv[1:])
+# Each is a module of tinysrt/bench/ with a `main(argv)`.
+BENCHES = {
+    "serve": "a running server, or two in turn: the workloads W1 to W5",
+    "offline": "the Engine's throughput, no HTTP",
+    "scheduler": "one decode step without any model",
+    "radix": "the prefix tree alone",
+    "overlap": "the overlapped loop against the normal one",
+}
 
 
 def trace(argv: Sequence[str]) -> int:
