@@ -119,6 +119,8 @@ BENCHES = {
     "scheduler": "one decode step without any model",
     "radix": "the prefix tree alone",
     "overlap": "the overlapped loop against the normal one",
+    "kernels": "each kernel of each set, on a model's shapes",
+    "roofline": "what this machine can do, and the floor of a step",
 }
 
 
