@@ -96,7 +96,7 @@ def tables(machine: list[dict[str, Any]], model: dict[str, Any], rows: list[dict
         title=f"{model['name']}, {model['dtype']}: {model['weight_bytes'] / 1e6:,.0f} MB of weights, "
         f"{model['kv_bytes_per_token']:,} bytes of KV per token"
     )
-    floors.add_column("step")
+    floors.add_column("step", no_wrap=True)
     for name in ("MB", "GFLOP", "floor ms", "tokens/s", "limit"):
         floors.add_column(name, justify="right")
     measured = "measured_ms" in rows[0]
