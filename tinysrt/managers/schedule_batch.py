@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from tinysrt.managers.request_life import ENDED, Stage, check_transition
 from tinysrt.mem_cache.allocator import Allocator
@@ -33,6 +32,7 @@ from tinysrt.mem_cache.prefix_cache import KVRecord, PrefixCache
 from tinysrt.messages import FinishAbort, FinishReason, TokenizedGenerateReqInput
 from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LogprobSpec, TableUpdate
 from tinysrt.model_executor.sampling_batch_info import SamplingBatchInfo, SamplingStatics
+from tinysrt.model_executor.upload import upload
 from tinysrt.text.incremental import IncrementalDecoder
 from tinysrt.text.stop import StopMatcher
 
@@ -317,12 +317,7 @@ class ScheduleBatch:
         self, step: int, update: tuple[np.ndarray, np.ndarray] | None, *, vocab_size: int, device: Any
     ) -> ForwardBatch:
         """Freeze this step for the model. `update`: the table writes since the last launch (`take_update`)."""
-
-        def tensor(array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
-
         num_extends = len(self.reqs) - self.num_decode_lanes
-        relay_lanes = relay_rows = None
         extend_lens: list[int] = []
         prefix_lens: list[int] = []
         if self.forward_mode is ForwardMode.DECODE:
@@ -335,26 +330,33 @@ class ScheduleBatch:
             extend_lens = [len(piece) for piece in pieces] + [1] * self.num_decode_lanes
             prefix_lens = [int(n) - e for n, e in zip(self.seq_lens, extend_lens, strict=True)]
             positions = np.concatenate([np.arange(p, p + e) for p, e in zip(prefix_lens, extend_lens, strict=True)])
-            if self.num_decode_lanes:
-                relay_lanes = tensor(np.arange(len(input_ids) - self.num_decode_lanes, len(input_ids)))
-                relay_rows = tensor(self.rows[num_extends:])
+        arrays = [input_ids, positions, self.out_cache_loc, self.rows, self.seq_lens]
+        if self.num_decode_lanes:  # the last tokens, one for each of the last rows
+            arrays += [np.arange(len(input_ids) - self.num_decode_lanes, len(input_ids)), self.rows[num_extends:]]
+        if update is not None:
+            arrays.append(update[0])
+        ids = [np.asarray(array, dtype=np.int64) for array in arrays]
+        tensors, pinned = upload(ids if update is None else [*ids, np.asarray(update[1], dtype=np.int32)], device)
+        table_update = None if update is None else TableUpdate(*tensors[-2:])
         seq_lens_cpu = self.seq_lens.tolist()
         return ForwardBatch(
             forward_mode=self.forward_mode,
             step=step,
-            input_ids=tensor(input_ids),
-            positions=tensor(positions),
-            out_cache_loc=tensor(self.out_cache_loc),
-            req_pool_indices=tensor(self.rows),
-            seq_lens=tensor(self.seq_lens),
+            input_ids=tensors[0],
+            positions=tensors[1],
+            out_cache_loc=tensors[2],
+            req_pool_indices=tensors[3],
+            seq_lens=tensors[4],
             seq_lens_cpu=seq_lens_cpu,
-            table_update=None if update is None else TableUpdate(tensor(update[0]), tensor(update[1], np.int32)),
-            relay_lanes=relay_lanes,
-            relay_rows=relay_rows,
+            rows_cpu=self.rows.tolist(),
+            table_update=table_update,
+            relay_lanes=tensors[5] if self.num_decode_lanes else None,
+            relay_rows=tensors[6] if self.num_decode_lanes else None,
             extend_seq_lens=extend_lens,
             extend_prefix_lens=prefix_lens,
             sampling_info=self._sampling_info(seq_lens_cpu, num_extends, vocab_size, device),
             logprob=self._logprob_spec(num_extends),
+            pinned=pinned,
         )
 
     def _sampling_info(self, seq_lens: list[int], num_extends: int, vocab_size: int, device: Any) -> SamplingBatchInfo:

@@ -79,6 +79,7 @@ class ForwardBatch:
     req_pool_indices: Tensor  # (B,) int64, request row in the table; row 0 is the padding row
     seq_lens: Tensor  # (B,) int64, tokens in the sequence once this forward has run
     seq_lens_cpu: list[int]  # the same on the host
+    rows_cpu: list[int] = field(default_factory=list)  # req_pool_indices on the host, for the trace
     table_update: TableUpdate | None = None
     relay_lanes: Tensor | None = None  # (R,) int64, indices into input_ids; DECODE: all lanes (then None means all)
     relay_rows: Tensor | None = None  # (R,) int64, rows whose relayed token goes there
@@ -87,6 +88,7 @@ class ForwardBatch:
     extend_prefix_lens: list[int] = field(default_factory=list)  # tokens already in the cache per request
     sampling_info: SamplingBatchInfo | None = None
     logprob: LogprobSpec | None = None
+    pinned: Tensor | None = None  # CUDA: the host memory that the tensors above are copied from, kept until they are
 
     @property
     def batch_size(self) -> int:

@@ -166,7 +166,7 @@ class ModelRunner:
             output.ready.synchronize()
         tokens = output.next_token_ids.tolist()
         if self.trace.on:
-            self.trace.event("sampled", step=batch.step, rows=batch.req_pool_indices.tolist(), tokens=tokens)
+            self.trace.event("sampled", step=batch.step, rows=batch.rows_cpu, tokens=tokens)
         result = StepResult(next_token_ids=[[token] for token in tokens])
         return result if batch.logprob is None else _with_scores(result, output, batch)
 

@@ -26,6 +26,7 @@ from tinysrt.kernels.reference import draw, keep_top_k_top_p_min_p
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.layers.logits_processor import LogitsOutput, Scores, look_up_scores, widths
 from tinysrt.model_executor.sampling_batch_info import FilterStatics, PenaltyStatics, SamplingBatchInfo
+from tinysrt.model_executor.upload import to_device
 
 NAN_TOKEN = -1
 CANDIDATES = 1024  # the filters first look at so many best tokens: six times faster than sorting 49,152
@@ -60,7 +61,7 @@ class PenaltyCounts:
             self.counts = grown
         self.counts[line] = 0.0
         if output_ids:
-            ids = torch.tensor(output_ids, device=self.counts.device)
+            ids = to_device(output_ids, self.counts.device)
             self.counts[line].index_add_(0, ids, torch.ones_like(ids, dtype=self.counts.dtype))
 
     def add(self, rows: list[int], token_ids: Tensor) -> None:
@@ -68,7 +69,7 @@ class PenaltyCounts:
         self.counts[lines, token_ids] += 1.0
 
     def lines_of(self, rows: list[int]) -> Tensor:
-        return torch.tensor([self.lines[row] for row in rows], device=self.counts.device)
+        return to_device([self.lines[row] for row in rows], self.counts.device)
 
 
 class Sampler:
@@ -116,12 +117,12 @@ class Sampler:
             else:
                 self.penalty_counts.restart(row, output_ids)
         if decoding:
-            self.penalty_counts.add(decoding, relay[torch.tensor(decoding, device=relay.device)])
+            self.penalty_counts.add(decoding, relay[to_device(decoding, relay.device)])
 
     def _penalize(self, logits: Tensor, penalties: PenaltyStatics) -> None:
         counts = self.penalty_counts.counts[self.penalty_counts.lines_of(penalties.rows)]  # (P, vocab)
         seen = counts > 0
-        lanes = torch.tensor(penalties.lanes, device=logits.device)
+        lanes = to_device(penalties.lanes, logits.device)
         rows = logits[lanes] - penalties.frequency * counts - penalties.presence * seen
         # Dividing a negative logit would raise it: multiply those (trap 66).
         scaled = torch.where(rows > 0, rows / penalties.repetition, rows * penalties.repetition)
@@ -169,6 +170,6 @@ def _output_scores(logits: Tensor, token_ids: Tensor, batch: ForwardBatch) -> Sc
     if spec is None or not any(spec.return_logprob):
         return None
     lanes = [i for i, wanted in enumerate(spec.return_logprob) if wanted]
-    index = torch.tensor(lanes, device=logits.device)
+    index = to_device(lanes, logits.device)
     targets = token_ids[index].clamp(min=0)  # a NaN row has no token; its score is NaN all the same
     return look_up_scores(logits[index].log_softmax(dim=-1), targets, spec, lanes, widths(spec, lanes))

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinysrt.model_executor.upload import to_device
 from tinysrt.sampling_params import SamplingParams
 
 
@@ -110,7 +111,7 @@ class SamplingStatics:
         return self._tensor(lanes), self._tensor(token_ids)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,13 @@ class SamplingBatchInfo:
         greedy = [p.is_greedy for p in params]
         temperatures = None
         if any(p.temperature != 1.0 for p in params):
-            temperatures = torch.tensor([[p.temperature] for p in params], device=device)
+            temperatures = to_device([[p.temperature] for p in params], device)
         assert all(p.sampling_seed is not None for p in params if not p.is_greedy), "the door draws missing seeds"
         return SamplingStatics(
             device=device,
             seeds=np.array([(p.sampling_seed or 0) & (2**64 - 1) for p in params], dtype=np.uint64),
             all_greedy=all(greedy),
-            greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
+            greedy=to_device(greedy, device, torch.bool),
             temperatures=temperatures,
             filters=_filters(params, vocab_size, device),
             penalties=_penalties(params, rows, device),
@@ -163,10 +164,10 @@ def _filters(params: list[SamplingParams], vocab_size: int, device: torch.device
         return None
     chosen = [params[lane] for lane in lanes]
     return FilterStatics(
-        lanes=torch.tensor(lanes, device=device),
-        top_k=torch.tensor([[min(p.top_k, vocab_size)] for p in chosen], device=device),
-        top_p=torch.tensor([[p.top_p] for p in chosen], device=device),
-        min_p=torch.tensor([[p.min_p] for p in chosen], device=device),
+        lanes=to_device(lanes, device),
+        top_k=to_device([[min(p.top_k, vocab_size)] for p in chosen], device),
+        top_p=to_device([[p.top_p] for p in chosen], device),
+        min_p=to_device([[p.min_p] for p in chosen], device),
     )
 
 
@@ -182,9 +183,9 @@ def _penalties(params: list[SamplingParams], rows: list[int], device: torch.devi
     return PenaltyStatics(
         lanes=lanes,
         rows=[rows[lane] for lane in lanes],
-        frequency=torch.tensor([[p.frequency_penalty] for p in chosen], device=device),
-        presence=torch.tensor([[p.presence_penalty] for p in chosen], device=device),
-        repetition=torch.tensor([[p.repetition_penalty] for p in chosen], device=device),
+        frequency=to_device([[p.frequency_penalty] for p in chosen], device),
+        presence=to_device([[p.presence_penalty] for p in chosen], device),
+        repetition=to_device([[p.repetition_penalty] for p in chosen], device),
     )
 
 
@@ -194,9 +195,9 @@ def _bias(params: list[SamplingParams], device: torch.device | str) -> BiasStati
         return None
     lanes, token_ids, values = zip(*entries, strict=True)
     return BiasStatics(
-        lanes=torch.tensor(lanes, device=device),
-        token_ids=torch.tensor(token_ids, device=device),
-        values=torch.tensor(values, dtype=torch.float32, device=device),
+        lanes=to_device(lanes, device),
+        token_ids=to_device(token_ids, device),
+        values=to_device(values, device, torch.float32),
     )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tinysrt.model_executor.forward_batch_info import ForwardBatch, LogprobSpec
+from tinysrt.model_executor.upload import to_device
 
 Pair = tuple[float, int]  # (log probability, token id)
 ROWS_AT_A_TIME = 128  # x 49,152 tokens x 4 bytes = 25 MB
@@ -70,7 +71,7 @@ def compute_logits(hidden: Tensor, head: Callable[[Tensor], Tensor], batch: Forw
     if batch.forward_mode.is_decode():
         return LogitsOutput(head(hidden))
     ends = list(accumulate(batch.extend_seq_lens))
-    last_rows = torch.tensor(ends, device=hidden.device) - 1
+    last_rows = to_device(ends, hidden.device) - 1
     sampled = head(hidden.index_select(0, last_rows))
     return LogitsOutput(sampled, _input_scores(hidden, head, batch, ends))
 
@@ -94,8 +95,8 @@ def _input_scores(
     blocks = []
     for begin in range(0, len(rows), ROWS_AT_A_TIME):
         block = slice(begin, begin + ROWS_AT_A_TIME)
-        logits = head(hidden.index_select(0, torch.tensor(rows[block], device=hidden.device)))
-        wanted_ids = torch.tensor(targets[block], device=hidden.device)
+        logits = head(hidden.index_select(0, to_device(rows[block], hidden.device)))
+        wanted_ids = to_device(targets[block], hidden.device)
         blocks.append(look_up_scores(logits.log_softmax(dim=-1), wanted_ids, spec, owners[block], width))
     return Scores.concatenate(blocks)
 
@@ -119,7 +120,7 @@ def look_up_scores(
     top_width, ids_width = width
     top = logprobs.topk(top_width, dim=-1)
     padded = [(spec.token_ids_logprob[i] or []) for i in owners]
-    ids = torch.tensor([row + [0] * (ids_width - len(row)) for row in padded], dtype=torch.int64).to(logprobs.device)
+    ids = to_device([row + [0] * (ids_width - len(row)) for row in padded], logprobs.device, torch.int64)
     return Scores(
         targets=logprobs.gather(1, targets.unsqueeze(1)).squeeze(1),
         top_values=top.values,
