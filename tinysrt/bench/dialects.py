@@ -101,7 +101,7 @@ class OpenAI:
         return body
 
     def read(self, event: dict[str, Any], at: float, answer: Answer) -> None:
-        usage, choices = event.get("usage"), event.get("choices") or []
+        usage, choices = event.get("usage"), event["choices"]
         if usage:
             if choices:
                 answer.has(usage["completion_tokens"], at)

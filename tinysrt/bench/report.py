@@ -92,13 +92,29 @@ def publish(
 
 
 def record(part: str, figures: dict[str, Any], argv: Sequence[str]) -> dict[str, Any]:
-    return {
+    """Six digits are more than any clock here deserves; a home folder is nobody's business."""
+    whole = {
         "bench": part,
         "command": shlex.join(["tinysrt", "bench", part, *argv]),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         **figures,
     }
+    tidied: dict[str, Any] = _tidy(whole)
+    return tidied
+
+
+def _tidy(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _tidy(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_tidy(item) for item in value]
+        case float():
+            return float(f"{value:.6g}")
+        case str():
+            return value.replace(str(Path.home()), "~")
+    return value
 
 
 def machine() -> dict[str, Any]:
