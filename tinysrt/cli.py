@@ -116,6 +116,7 @@ def bench(argv: Sequence[str]) -> int:
 BENCHES = {
     "serve": "a running server, or two in turn: the workloads W1 to W5",
     "offline": "the Engine's throughput, no HTTP",
+    "switches": "each mechanism off and on: what it gives on this machine",
     "scheduler": "one decode step without any model",
     "radix": "the prefix tree alone",
     "overlap": "the overlapped loop against the normal one",

@@ -25,13 +25,14 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
+import uvloop
 from rich.table import Table
 
 from tinysrt.bench import report
@@ -44,6 +45,7 @@ from tinysrt.errors import StartupError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+T = TypeVar("T")
 ASK_TIMEOUT = 30.0  # seconds for a question about the server itself
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -99,27 +101,33 @@ def measure(sides: Sequence[Side], plan: Plan, *, say: Any = print) -> list[Run]
     vocab_size = plan.vocab_size
     for pair, repetition, side in plan.order(sides):
         with running(side, plan) as (url, server):
-            asyncio.run(introduce(side, url))
+            run(introduce(side, url))
             vocab_size = vocab_size or vocabulary(side)
             client = Client(url, DIALECTS[side.dialect], side.model or "default", plan.timeout)
             draws = Draws(vocab_size, plan.seed + pair, 1000 + repetition, plan.scale)
             if pair == 0 or server is not None:
                 try:
-                    asyncio.run(warm_up(client, draws))
+                    run(warm_up(client, draws))
                 except RunVoid as error:
                     raise StartupError(f"{side.name} does not answer as it should: {error}") from None
             for name in plan.workloads:
-                run = Run(side.name, pair, repetition, name, load=round(psutil.getloadavg()[0], 2))
+                done = Run(side.name, pair, repetition, name, load=round(psutil.getloadavg()[0], 2))
                 draws = Draws(vocab_size, plan.seed + pair, repetition, plan.scale)
                 try:
-                    run.figures = asyncio.run(WORKLOADS[name](client, draws))
+                    done.figures = run(WORKLOADS[name](client, draws))
                 except RunVoid as error:
-                    run.void = str(error)
-                runs.append(run)
-                say(one_line(run), file=sys.stderr)
+                    done.void = str(error)
+                runs.append(done)
+                say(one_line(done), file=sys.stderr)
             if server is not None:
                 side.outside.append(server.look())
     return runs
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """On uvloop: the client shares the cores with the server that it measures."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 @contextmanager
