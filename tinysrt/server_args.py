@@ -176,7 +176,7 @@ class ServerArgs:
     random_seed: int | None = model(None, "seeds what is drawn by chance", low=0, auto="drawn below 2^30, and logged")
     attention_backend: str | None = model(
         None, "attention kernels; torch_native is plain PyTorch", choices=("torch_native", "numba", "triton"),
-        auto="torch_native", later=_KERNELS, now=("torch_native",))
+        auto="triton on CUDA, torch_native on a CPU", later=_KERNELS, now=("torch_native", "triton"))
     prefill_attention_backend: str | None = model(None, "attention kernels of prefill alone", later=_KERNELS)
     decode_attention_backend: str | None = model(None, "attention kernels of decode alone", later=_KERNELS)
     sampling_backend: str | None = model(
@@ -303,7 +303,7 @@ class ServerArgs:
             "served_model_name": self.served_model_name or self.model_path,
             "tokenizer_path": self.tokenizer_path or self.model_path,
             "random_seed": random.SystemRandom().randrange(2**30) if self.random_seed is None else self.random_seed,
-            "attention_backend": self.attention_backend or "torch_native",
+            "attention_backend": self._attention_backend(on_cpu),
             "sampling_backend": self.sampling_backend or "pytorch",
             "graph_capture": self._graph_capture(on_cpu),
             # A pipeline overlaps its stages instead.
@@ -326,6 +326,11 @@ class ServerArgs:
         values["enable_torch_compile"] = values["graph_capture"] == "compile"
         values["cuda_graph_backend_decode"] = "disabled" if values["graph_capture"] == "none" else "full"
         return dataclasses.replace(self, **values)
+
+    def _attention_backend(self, on_cpu: bool) -> str:
+        if self.attention_backend == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+            raise StartupError("--attention-backend triton needs a CUDA device, or TRITON_INTERPRET=1")
+        return self.attention_backend or ("torch_native" if on_cpu else "triton")
 
     def _graph_capture(self, on_cpu: bool) -> str:
         asked, off = self.graph_capture, self.disable_cuda_graph or self.cuda_graph_backend_decode == "disabled"

@@ -160,10 +160,12 @@ def decode_kernel(
             HEAD_DIM, BLOCK_N, BLOCK_D, TAIL=True, CAUSAL=False, WINDOW=False,
         )  # fmt: skip
     row = (request * heads + head) * SPLITS + split
-    acc = acc / tl.maximum(total, 1.0e-30)[:, None]  # total is at least 1 wherever anything was seen
+    seen = total > 0.0  # then it is at least 1
+    total = tl.where(seen, total, 1.0)
+    acc = acc / total[:, None]
     tl.store(out_ptr + row[:, None] * HEAD_DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_inside)
     if SPLITS > 1:
-        tl.store(weight_ptr + row, tl.where(total > 0.0, best + tl.log2(total), HIDDEN), mask=r < GROUP)
+        tl.store(weight_ptr + row, tl.where(seen, best + tl.log2(total), HIDDEN), mask=r < GROUP)
 
 
 @triton.jit

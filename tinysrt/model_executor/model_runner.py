@@ -29,7 +29,7 @@ from tinysrt.distributed.parallel_state import SINGLE, ParallelState
 from tinysrt.kernels.kernel_set import load_kernels
 from tinysrt.kernels.operators import as_operators, compilable
 from tinysrt.mem_cache.memory_pool import KVPool
-from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
+from tinysrt.model_executor.attention.registry import backend_class
 from tinysrt.model_executor.cuda_graph_runner import CudaGraphRunner, decode_buckets
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.graph_capture import make_backend
@@ -109,7 +109,7 @@ class ModelRunner:
         rows, self.table_width = self.max_running_requests + 1, model_config.context_len + TABLE_SLACK
         self.table = torch.zeros(rows, self.table_width, dtype=torch.int32, device=self.device)
         self.relay = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.attention = TorchNativeBackend(
+        self.attention = backend_class(kernels.name)(
             kernels,
             self.kv_pool,
             self.table,
