@@ -30,5 +30,5 @@ class StartupError(RuntimeError):
 
 
 class RankLost(ConnectionError):
-    """Another rank of the group has ended, so this one cannot go on. Never the cause: that rank has a reason of its own,
-    and whoever watches both reports that one."""
+    """Another rank of the group has ended, so this one cannot go on. Never the cause: that rank has a reason of its
+    own, and whoever watches both reports that one."""

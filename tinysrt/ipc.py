@@ -7,6 +7,9 @@ Every link is PUSH → PULL over `ipc://` in a private temporary directory (mode
     detokenizer_input  Scheduler                      DetokenizerManager binds
     tokenizer_input    DetokenizerManager, Scheduler  TokenizerManager binds
 
+With `--dp` the DataParallelController connects to scheduler_input and binds one such end for each replica. Ranks of one
+replica talk over gloo (`distributed/groups.py`); only rank 0 of each has sockets.
+
 The TokenizerManager binds both of its ends because it lives in the main process and is there before anyone
 needs an answer; ZMQ lets the other side connect first and queue. Two senders share the tokenizer's input, so
 an abort notice may overtake the text before it: receivers tolerate unknown rids.
@@ -35,13 +38,18 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True)
 class IpcNames:
-    """The three endpoints of one server; `create` makes the directory, `remove` deletes it."""
+    """The endpoints of one server; `create` makes the directory, `remove` deletes it."""
 
     directory: str
+    replica: int | None = None  # None: the server's own, or there is only one replica
+
+    def of_replica(self, rank: int) -> IpcNames:
+        """The same endpoints but the scheduler's."""
+        return IpcNames(self.directory, rank)
 
     @property
     def scheduler_input(self) -> str:
-        return f"ipc://{self.directory}/scheduler"
+        return f"ipc://{self.directory}/scheduler" + ("" if self.replica is None else f"-{self.replica}")
 
     @property
     def detokenizer_input(self) -> str:
@@ -79,6 +87,9 @@ class Sender:
     def send(self, message: Any) -> None:
         self.socket.send(encode(message))
 
+    def send_raw(self, data: bytes) -> None:
+        self.socket.send(data)
+
     def close(self) -> None:
         self.socket.close()
 
@@ -104,6 +115,21 @@ class Receiver(Generic[T]):
     def wait(self, timeout_ms: int | None = None) -> bool:
         """Block until a message is here, or the timeout has passed; True if one is."""
         return self.socket.poll(timeout_ms) != 0
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+class RawReceiver:
+    """The PULL end of a process that passes messages on without reading them."""
+
+    def __init__(self, context: zmq.Context, endpoint: str):
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        _open(self.socket, endpoint, bind=False)
+
+    def receive(self) -> bytes:
+        return self.socket.recv()
 
     def close(self) -> None:
         self.socket.close(linger=0)

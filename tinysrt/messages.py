@@ -5,6 +5,8 @@
     DetokenizerManager ── BatchStrOut ─────────────────────▶ TokenizerManager
     Scheduler        ── replies to control, AbortReq ──────▶ TokenizerManager
 
+(With `--dp` a DataParallelController stands before the schedulers and passes messages on as they are.)
+
 Each message is a tagged `msgspec.Struct`, msgpack on the wire (`tinysrt/ipc.py`): typed, fast, and safe,
 because nothing is unpickled from a socket. A message is written once and never edited.
 
@@ -87,6 +89,7 @@ class TokenizedGenerateReqInput(Message, kw_only=True):
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     cache_namespace: str | None = None  # extra_key and cache_salt joined: prefixes are shared only within it
+    data_parallel_rank: int | None = None  # the replica that must run it; None: whose turn it is
     is_health_check: bool = False
     received_ns: int = 0  # time.monotonic_ns() at the door
 
@@ -122,6 +125,7 @@ class OutputMeta(Message):
     cached_tokens: int  # prompt tokens whose KV the prefix cache supplied at first admission
     num_retractions: int
     logprobs: Logprobs | None = None
+    dp_rank: int | None = None  # the replica that ran it; None: there is only one
 
 
 class TokenIDOut(Message):

@@ -13,7 +13,12 @@ Each child has one pipe to its parent. It carries exactly one dict, `{"status": 
 `{"status": "error", "message": one line}`, and is closed afterwards; all other traffic is ZMQ (`tinysrt/ipc.py`).
 A child that is killed cannot say anything, so the parent waits for the pipe *and* for the end of the process.
 
-Invariants, each with a test in tests/processes/:
+With --tp, --pp and --dp there is a scheduler process for each rank of each replica (`distributed/rendezvous.py`), and
+with --dp a controller. When one rank dies the others of its group fail too, each with RankLost and an exit code that
+says so: what is reported is the death that caused it. A rank that hangs in a collective instead is killed with the
+rest.
+
+Invariants, each with a test in tests/processes/ or tests/distributed/:
 - no orphan: whatever ends the main process, `kill -9` included, ends its children;
 - no stale socket: the ipc directory goes with the server;
 - a child that dies after "ready" with a code other than 0 is reported once, through `watch`, and takes the server down.
@@ -39,11 +44,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from tinysrt.errors import StartupError
+from tinysrt.distributed.ranks import process_name, seats_of_node
+from tinysrt.errors import RankLost, StartupError
 from tinysrt.ipc import IpcNames
 from tinysrt.observe.progress import progress_bar
 from tinysrt.server_args import ServerArgs
@@ -53,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_PERIOD = 1.0  # seconds between looks at the stop flag; a death itself wakes the watcher at once
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"  # served under this name, not under its path in a cache folder
+EXIT_RANK_LOST = 70  # "I only failed because another rank has"
+BLAME_WAIT = 2.0  # seconds in which the rank that has failed first is looked for
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 # What runs in a child: (server_args, ipc_names, pipe_writer). It returns when it was told to stop.
@@ -64,6 +73,7 @@ class Child:
     name: str  # as in log lines and in `ps`: tinysrt::scheduler
     process: SpawnProcess
     pipe: Connection  # read end; closed once it has spoken
+    leads: bool = False  # the scheduler process that knows what a replica can bear
 
     def exit_code(self) -> int:
         """Of a process that has ended. Another thread may be collecting it at this moment: then a beat later."""
@@ -76,6 +86,8 @@ class Child:
 
     def how_it_ended(self) -> str:
         code = self.exit_code()
+        if code == EXIT_RANK_LOST:
+            return "has lost a rank of its group, on another machine"
         if code >= 0:
             return f"ended with exit code {code}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -95,34 +107,41 @@ class Launched:
         # Registered after multiprocessing's own exit hook, so it runs before: that hook joins children, for ever.
         atexit.register(self.stop, 0.0)
 
-    def spawn(self, name: str, entry: Entry) -> None:
+    def spawn(self, name: str, entry: Entry, ipc_names: IpcNames | None = None, *, leads: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         # The kernel's "die with your parent" watches the *thread* that spawned. Only the main one surely lives on.
         by_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = (name, entry, self.server_args, self.ipc_names, writer, by_main_thread)
+        arguments = (name, entry, self.server_args, ipc_names or self.ipc_names, writer, by_main_thread)
         process = context.Process(target=_run_child, args=arguments, name=f"tinysrt::{name}")
         process.start()
         writer.close()  # the child has its own copy now; ours would keep the pipe from ending with it
-        self.children.append(Child(name, process, reader))
+        self.children.append(Child(name, process, reader, leads))
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait for every child's "ready" and return the scheduler's. The first bad news ends the launch."""
-        loading = list(self.children)
+        loading, alive = list(self.children), list(self.children)
+        lost: list[Child] = []  # have ended because another rank has: that one will tell more
         try:
-            while loading:
+            while loading or lost:
                 # All ends, not only of those still loading: one that was ready first may die while the others load.
-                happened = wait([child.pipe for child in loading] + [child.process.sentinel for child in self.children])
-                for child in self.children:
+                waits = [child.pipe for child in loading] + [child.process.sentinel for child in alive]
+                happened = wait(waits, BLAME_WAIT if lost else None)
+                if not happened:
+                    raise StartupError(_died_while_starting(lost[0]))
+                for child in list(alive):
                     # The pipe first: a child that sends its error and exits has something better to say.
                     if child in loading and (child.pipe in happened or child.process.sentinel in happened):
                         ready = _read_ready(child)
                         loading.remove(child)
                         logger.debug("%s is ready: %s", child.name, ready)
-                        if child.name == "scheduler":
-                            self.scheduler_info = ready
-                    elif child.process.sentinel in happened:
-                        raise StartupError(_died_while_starting(child))
+                        if child.leads:
+                            self.scheduler_info = _least(self.scheduler_info, ready)
+                    if child.process.sentinel in happened:
+                        if child.exit_code() != EXIT_RANK_LOST:
+                            raise StartupError(_died_while_starting(child))
+                        alive.remove(child)
+                        lost.append(child)
         except BaseException:  # KeyboardInterrupt too: nothing may stay behind
             self.stop(0.0)
             raise
@@ -135,17 +154,20 @@ class Launched:
 
     def _watch(self, on_death: Callable[[str], None]) -> None:
         alive = list(self.children)
+        lost: Child | None = None  # the first that has ended because another one had
         while alive and not self._stopping.is_set():
-            ended = wait([child.process.sentinel for child in alive], timeout=WATCH_PERIOD)
-            for child in list(alive):
-                if child.process.sentinel not in ended:
-                    continue
-                alive.remove(child)
-                message = f"the {child.name} process {child.how_it_ended()}"
-                if child.exit_code() != 0 and not self._stopping.is_set():  # 0 is a goodbye, not a crash
-                    logger.error("%s: the server goes down", message)
-                    on_death(message)
-                    return
+            ended = wait([child.process.sentinel for child in alive], BLAME_WAIT if lost else WATCH_PERIOD)
+            failed = [c for c in alive if c.process.sentinel in ended and c.exit_code() != 0]  # 0 is a goodbye
+            alive = [child for child in alive if child.process.sentinel not in ended]
+            causes = [child for child in failed if child.exit_code() != EXIT_RANK_LOST]
+            if not causes and lost and not ended:
+                causes = [lost]
+            if causes and not self._stopping.is_set():
+                message = f"the {causes[0].name} process {causes[0].how_it_ended()}"
+                logger.error("%s: the server goes down", message)
+                on_death(message)
+                return
+            lost = lost or next(iter(failed), None)
 
     def stop(self, grace: float = 5.0) -> None:
         """Give children that were told to end `grace` seconds for it, kill the rest, remove the sockets."""
@@ -170,20 +192,44 @@ class Launched:
 
 
 def launch(server_args: ServerArgs, scheduler: Entry | None = None, detokenizer: Entry | None = None) -> Launched:
-    """Start the children of a server and return at once; `wait_ready` follows. Tests bring their own entries."""
+    """Start the children of a server and return at once; `wait_ready` follows. Tests bring their own entries. A machine
+    that is not the first of several has schedulers only."""
     if scheduler is None or detokenizer is None:
         from tinysrt.managers.detokenizer_manager import run_detokenizer_process
         from tinysrt.managers.scheduler_process import run_scheduler_process
 
-        scheduler, detokenizer = scheduler or run_scheduler_process, detokenizer or run_detokenizer_process
-    launched = Launched(server_args, IpcNames.create())
+    ipc_names = IpcNames.create()
+    launched = Launched(server_args, ipc_names)
+    replicas = server_args.data_parallel_size
     try:
-        launched.spawn("scheduler", scheduler)  # first: loading the model takes longest
-        launched.spawn("detokenizer", detokenizer)
+        for seat in seats_of_node(server_args):  # first: loading the model takes longest
+            entry = scheduler or partial(run_scheduler_process, seat=seat)
+            names = ipc_names if replicas == 1 else ipc_names.of_replica(seat.dp_rank)
+            launched.spawn(process_name(server_args, seat), entry, names, leads=seat.is_first)
+        if replicas > 1:
+            from tinysrt.managers.data_parallel_controller import run_data_parallel_controller_process
+
+            launched.spawn("dp-controller", run_data_parallel_controller_process)
+        if server_args.node_rank == 0:
+            launched.spawn("detokenizer", detokenizer or run_detokenizer_process)
     except BaseException:
         launched.stop(0.0)
         raise
     return launched
+
+
+def run_node(server_args: ServerArgs) -> int:
+    """A machine that is not node 0: its ranks run until node 0 says goodbye; the exit code."""
+    with launch(server_args) as launched:
+        launched.wait_ready()
+        logger.info("Node %d is ready; node 0 serves", server_args.node_rank)
+        failed = threading.Event()
+        launched.watch(lambda message: failed.set())
+        while not failed.wait(WATCH_PERIOD):
+            if not any(child.process.is_alive() for child in launched.children):
+                return 0
+        launched.stop(0.0)
+        return 1
 
 
 def prepare(server_args: ServerArgs) -> ServerArgs:
@@ -219,7 +265,16 @@ def _read_ready(child: Child) -> dict[str, Any]:
         return message
     if message.get("status") == "error":
         raise StartupError(message["message"])
+    if child.exit_code() == EXIT_RANK_LOST:
+        return {}
     raise StartupError(_died_while_starting(child))
+
+
+def _least(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What holds for every replica: of the limits the lowest."""
+    return other | {
+        name: min(one[name], value) for name, value in other.items() if name in one and name.startswith("max_")
+    }
 
 
 def _died_while_starting(child: Child) -> str:
@@ -236,7 +291,7 @@ def _run_child(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The detokenizer waits in Python only, so its watcher always gets to remove the sockets; the scheduler may be deep
     # in a kernel, so the operating system ends it.
-    _die_with_parent(ipc_names, ask_kernel=by_main_thread and name == "scheduler")
+    _die_with_parent(ipc_names, ask_kernel=by_main_thread and name.startswith("scheduler"))
     with contextlib.suppress(ImportError):  # a nicety
         from setproctitle import setproctitle
 
@@ -244,6 +299,9 @@ def _run_child(
     setup_logging(server_args, name)
     try:
         entry(server_args, ipc_names, pipe)
+    except RankLost as error:
+        logger.info("the %s process ends, because another rank has: %s", name, error)
+        sys.exit(EXIT_RANK_LOST)
     except Exception as error:
         if not isinstance(error, StartupError):  # a StartupError is one line, and the parent prints it
             logger.exception("the %s process fails", name)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import os
 import random
 import re
@@ -45,6 +46,10 @@ CPU_CHUNKED_PREFILL_SIZE = 512
 CPU_MAX_RUNNING_REQUESTS = 64
 GPU_CHUNKED_PREFILL_SIZE = 8192
 MEM_FRACTION_STATIC = 0.88
+
+KERNELS = ("torch_native", "numba", "triton")
+ATTENTION_FLAGS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+INSTALL = {"numba": "pip install numba", "triton": "pip install 'tinysrt[triton]'"}
 
 
 @dataclass(frozen=True)
@@ -167,18 +172,19 @@ class ServerArgs:
         1, "stages that share the layers; no overlap then", also=("pp-size", "pp"), low=1)
     data_parallel_size: int = model(1, "independent replicas", also=("dp-size", "dp"), low=1)
     nccl_port: int | None = model(
-        None, "port where the ranks of one machine meet, and the next ones for further replicas", low=1,
-        auto="a file in a private folder")
+        None, "port where the ranks of one machine meet (and the next ones, for replicas), instead of in a file", low=1)
     dist_init_addr: str | None = model(None, "host:port of node 0, where the ranks of several machines meet")
     nnodes: int = model(1, "machines that share the ranks evenly; node 0 serves", low=1)
     node_rank: int = model(0, "this machine's number", low=0)
     device: str | None = model(None, "cpu or cuda; an index such as :0 is dropped", auto="cuda where there is one")
     random_seed: int | None = model(None, "seeds what is drawn by chance", low=0, auto="drawn below 2^30, and logged")
     attention_backend: str | None = model(
-        None, "attention kernels; torch_native is plain PyTorch", choices=("torch_native", "numba", "triton"),
-        auto="triton on CUDA, torch_native on a CPU", later=_KERNELS, now=("torch_native", "triton"))
-    prefill_attention_backend: str | None = model(None, "attention kernels of prefill alone", later=_KERNELS)
-    decode_attention_backend: str | None = model(None, "attention kernels of decode alone", later=_KERNELS)
+        None, "kernels of attention and of the small functions between matmuls; torch_native is plain PyTorch",
+        choices=KERNELS, auto="triton on CUDA, numba on a CPU")
+    prefill_attention_backend: str | None = model(
+        None, "attention of prefill alone", choices=KERNELS, auto="--attention-backend")
+    decode_attention_backend: str | None = model(
+        None, "attention of decode alone", choices=KERNELS, auto="--attention-backend")
     sampling_backend: str | None = model(
         None, "sampling kernels", choices=("pytorch", "flashinfer"), auto="pytorch", later=_LEFT_OUT, now=("pytorch",))
 
@@ -303,7 +309,7 @@ class ServerArgs:
             "served_model_name": self.served_model_name or self.model_path,
             "tokenizer_path": self.tokenizer_path or self.model_path,
             "random_seed": random.SystemRandom().randrange(2**30) if self.random_seed is None else self.random_seed,
-            "attention_backend": self._attention_backend(on_cpu),
+            **self._attention_backends(on_cpu),
             "sampling_backend": self.sampling_backend or "pytorch",
             "graph_capture": self._graph_capture(on_cpu),
             # A pipeline overlaps its stages instead.
@@ -327,10 +333,25 @@ class ServerArgs:
         values["cuda_graph_backend_decode"] = "disabled" if values["graph_capture"] == "none" else "full"
         return dataclasses.replace(self, **values)
 
-    def _attention_backend(self, on_cpu: bool) -> str:
-        if self.attention_backend == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-            raise StartupError("--attention-backend triton needs a CUDA device, or TRITON_INTERPRET=1")
-        return self.attention_backend or ("torch_native" if on_cpu else "triton")
+    def _attention_backends(self, on_cpu: bool) -> dict[str, str]:
+        asked = {name: getattr(self, name) for name in ATTENTION_FLAGS}
+        half = self.dtype in ("half", "float16")
+        for name, kernels in asked.items():
+            option = f"--{name.replace('_', '-')} {kernels}"
+            if kernels == "triton" and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+                raise StartupError(f"{option} needs a CUDA device, or TRITON_INTERPRET=1")
+            if kernels == "numba" and not on_cpu:
+                raise StartupError(f"{option} runs on a CPU; on CUDA there are torch_native and triton")
+            if kernels == "numba" and half:
+                raise StartupError(f"{option} has no kernels for {self.dtype}; use torch_native, or another --dtype")
+            if kernels in ("numba", "triton") and importlib.util.find_spec(kernels) is None:
+                raise StartupError(f"{option} needs the {kernels} package: {INSTALL[kernels]}")
+        main = asked["attention_backend"]
+        if main is None and not on_cpu:
+            main = "triton"
+        if main is None:
+            main = "torch_native" if half or importlib.util.find_spec("numba") is None else "numba"
+        return {name: kernels or main for name, kernels in asked.items()}
 
     def _graph_capture(self, on_cpu: bool) -> str:
         asked, off = self.graph_capture, self.disable_cuda_graph or self.cuda_graph_backend_decode == "disabled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,35 @@ def test_a_flag_that_is_not_here_yet_is_refused_by_name(name: str) -> None:
 
 def test_the_refusal_says_what_it_waits_for_and_what_to_do() -> None:
     with pytest.raises(StartupError) as error:
-        resolved(tp_size=2)
-    assert str(error.value) == ("--tensor-parallel-size 2 is not supported: it arrives with parallelism; leave it at 1")
+        resolved(tokenizer_worker_num=2)
+    assert str(error.value) == (
+        "--tokenizer-worker-num 2 is not supported: it arrives with several workers; leave it at 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, "--nnodes 2 does not divide the 3 ranks of --tp 3"),
+        ({"tp": 2, "nnodes": 2}, "--nnodes needs --dist-init-addr"),
+        ({"node_rank": 1}, "--node-rank 1 is not below --nnodes 1"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "here"}, "--dist-init-addr 'here' is not host:port"),
+        ({"tp": 2, "dp": 2, "nnodes": 2, "dist_init_addr": "a:1"}, "--dp puts replicas on one machine"),
+        ({"tp": 2, "nccl_port": 1, "dist_init_addr": "a:1"}, "both say where the ranks meet"),
+        ({"tp": 2, "enable_torch_compile": True}, "--graph-capture compile works within one process"),
+        ({"pp": 2, "graph_capture": "eager"}, "--graph-capture eager works within one process"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=re.escape(message)):
+        resolved(**keywords)
+
+
+def test_a_pipeline_has_no_overlap_and_ranks_of_a_machine_share_its_memory() -> None:
+    assert resolved(pp=2).disable_overlap_schedule
+    assert not resolved(tp=2).disable_overlap_schedule
+    assert resolved(tp=2, pp=2, dp=2).ranks_on_this_machine() == 8
+    assert resolved(tp=4, nnodes=2, dist_init_addr="a:1").ranks_on_this_machine() == 2
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,13 @@ class GlooGroup:
     """`address`: of this machine, where the other ranks reach it."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str):
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        gloo: Any = dist.ProcessGroupGloo  # its methods are missing from the type stubs
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=address)]
         options._timeout = FOREVER
         options._threads = 1
         with _loss_noticed():
-            self.group = dist.ProcessGroupGloo(store, rank, size, options)
+            self.group: Any = gloo(store, rank, size, options)
         self.rank = rank
         self.size = size
         self._sending: deque[tuple[Any, Tensor]] = deque()
@@ -111,8 +112,11 @@ class NcclGroup:
     """The waits are the stream's: the host goes on, and kernels run after what they need has arrived."""
 
     def __init__(self, store: dist.Store, rank: int, size: int):
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = FOREVER
         self.size = size
-        self.group = dist.ProcessGroupNCCL(store, rank, size, FOREVER)
+        self.group: Any = nccl(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.group.allreduce([x]).wait()  # sums

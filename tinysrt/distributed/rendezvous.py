@@ -1,8 +1,4 @@
-"""How ranks find each other: where each one sits, and the store through which they meet.
-
-    --tp 2 --pp 2 --nnodes 2              --tp 2 --dp 2, one machine
-    node 0   TP0 PP0   TP1 PP0            replica 0   TP0   TP1
-    node 1   TP0 PP1   TP1 PP1            replica 1   TP0   TP1         replicas never meet
+"""How the ranks of a replica find each other: the store through which they meet, and the groups that they form.
 
 Ranks of one machine meet in a file in the server's private directory: no port, nobody else can join. Those of several
 meet at `--dist-init-addr`, where rank 0 listens. The store only carries addresses; afterwards ranks talk directly, over
@@ -16,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -24,51 +20,11 @@ import torch.distributed as dist
 
 from tinysrt.distributed.groups import GlooGroup, Group, Messenger, NcclGroup
 from tinysrt.distributed.parallel_state import SINGLE, ParallelState
+from tinysrt.distributed.ranks import Seat
 from tinysrt.errors import StartupError
 from tinysrt.server_args import ServerArgs
 
 JOIN_TIMEOUT = timedelta(seconds=600)  # the other nodes may start much later
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where one scheduler process sits among all of them."""
-
-    tp_rank: int = 0
-    pp_rank: int = 0
-    dp_rank: int = 0
-    local: int = 0  # its number on this machine: the GPU it takes
-
-    @property
-    def is_first(self) -> bool:
-        """The rank of its replica that listens and answers."""
-        return self.tp_rank == 0 and self.pp_rank == 0
-
-
-def seats_of_node(args: ServerArgs) -> list[Seat]:
-    """The scheduler processes that this machine runs."""
-    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
-    per_node = tp * pp // args.nnodes
-    mine = range(args.node_rank * per_node, (args.node_rank + 1) * per_node)
-    return [
-        Seat(rank % tp, rank // tp, replica, replica * per_node + i)
-        for replica in range(args.data_parallel_size)
-        for i, rank in enumerate(mine)
-    ]
-
-
-def process_name(args: ServerArgs, seat: Seat) -> str:
-    """As in `ps` and log lines: scheduler, scheduler-tp1, scheduler-dp0-pp1-tp1."""
-    parts = [
-        f"-{short}{rank}"
-        for short, rank, size in (
-            ("dp", seat.dp_rank, args.data_parallel_size),
-            ("pp", seat.pp_rank, args.pipeline_parallel_size),
-            ("tp", seat.tp_rank, args.tensor_parallel_size),
-        )
-        if size > 1
-    ]
-    return "scheduler" + "".join(parts)
 
 
 def join(args: ServerArgs, seat: Seat, directory: str) -> ParallelState:

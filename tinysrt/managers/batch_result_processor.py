@@ -35,6 +35,7 @@ from tinysrt.model_executor.forward_batch_info import ForwardMode, LogprobSpec
 from tinysrt.model_executor.step_result import StepResult
 from tinysrt.observe.trace import Recorder
 from tinysrt.text.incremental import CONTEXT_TOKENS
+from tinysrt.text.stop import StopMatch
 
 # A request that does not stream is still reported every so many tokens: the TokenizerManager notices a disconnect.
 NON_STREAM_INTERVAL = 50
@@ -76,6 +77,7 @@ class BatchResultProcessor:
         nan_replacement_id: int,
         on_end: Callable[[Req], None],
         trace: Recorder,
+        judge: Judge | None = None,
     ):
         self.tree = tree
         self.streamer = streamer
@@ -83,6 +85,7 @@ class BatchResultProcessor:
         self.nan_replacement_id = nan_replacement_id
         self.on_end = on_end
         self.trace = trace
+        self.judge = judge or judge_text
 
     def process(self, flight: InFlight) -> int:
         """Apply the result of a launched step; returns how many tokens were appended."""
@@ -119,7 +122,7 @@ class BatchResultProcessor:
                 scores.token_ids.append(_pick(result.output_token_ids, lane, k))
             if self.trace.on:
                 self.trace.event("appended", rid=req.rid, token=token, output_len=len(req.output_ids))
-            reason = NAN_HAPPENED if is_nan else finish_reason(req, token)
+            reason = NAN_HAPPENED if is_nan else finish_reason(req, token, self.judge)
             if reason is not None:
                 self.end(req, reason)
                 return k + 1
@@ -164,24 +167,44 @@ def _pick(
     return entry[k] if entry else None
 
 
-def finish_reason(req: Req, token: int) -> FinishReason | None:
+@dataclass(frozen=True)
+class TextVerdict:
+    """What the text so far says about a request's end."""
+
+    match: StopMatch | None = None
+    held_back: bool = False  # the tail may yet become a stop string: sent text cannot be taken back
+    abort: FinishAbort | None = None
+
+
+Judge = Callable[[Req, int], TextVerdict]
+
+
+def judge_text(req: Req, token: int) -> TextVerdict:
+    """The decoder here is the detokenizer's own class fed with the same ids, so that both agree on every character
+    position."""
+    assert req.stop_matcher is not None and req.decoder is not None
+    req.decoder.push([token])
+    text = req.decoder.released_text
+    try:
+        match = req.stop_matcher.feed(text)
+        return TextVerdict(match, held_back=match is None and req.stop_matcher.ends_with_partial(text))
+    except RequestError as error:  # a stop regex that backtracks for too long ends its own request only
+        return TextVerdict(abort=FinishAbort(error.message, error.status, "BadRequestError"))
+
+
+def finish_reason(req: Req, token: int, judge: Judge = judge_text) -> FinishReason | None:
     """Does the token just appended end the request? Text beats token beats length.
 
-    Strings come first so that a run of several tokens accepted in one step cannot leak text after a stop. The decoder
-    here is the detokenizer's own class fed with the same ids, so that both agree on every character position.
+    Strings come first so that a run of several tokens accepted in one step cannot leak text after a stop.
     """
-    if req.stop_matcher is not None and req.decoder is not None:
-        req.decoder.push([token])
-        text = req.decoder.released_text
-        try:
-            match = req.stop_matcher.feed(text)
-            # A tail that may yet become a stop string is held back: sent text cannot be taken back.
-            req.held_back = match is None and req.stop_matcher.ends_with_partial(text)
-        except RequestError as error:  # a stop regex that backtracks for too long ends its own request only
-            return FinishAbort(error.message, error.status, "BadRequestError")
-        if match is not None:
-            req.stop_range = (match.start, match.end)
-            return FinishStop(matched=match.matched)
+    if req.stop_matcher is not None:
+        verdict = judge(req, token)
+        if verdict.abort is not None:
+            return verdict.abort
+        req.held_back = verdict.held_back
+        if verdict.match is not None:
+            req.stop_range = (verdict.match.start, verdict.match.end)
+            return FinishStop(matched=verdict.match.matched)
     if token in req.stop_ids:
         return FinishStop(matched=token)
     if len(req.output_ids) >= req.max_new_tokens:
@@ -192,8 +215,15 @@ def finish_reason(req: Req, token: int) -> FinishReason | None:
 class OutputStreamer:
     """Turns requests that have news into messages for the detokenizer, at the cadence the client asked for."""
 
-    def __init__(self, send: Callable[[BatchTokenIDOut], None], notify_abort: Callable[[Req], None], interval: int):
+    def __init__(
+        self,
+        send: Callable[[BatchTokenIDOut], None],
+        notify_abort: Callable[[Req], None],
+        interval: int,
+        dp_rank: int | None = None,
+    ):
         self._send = send
+        self.dp_rank = dp_rank
         self._notify_abort = notify_abort
         self.interval = interval
 
@@ -239,6 +269,7 @@ class OutputStreamer:
                 cached_tokens=req.cached_tokens,
                 num_retractions=req.num_retractions,
                 logprobs=_new_logprobs(req, start),
+                dp_rank=self.dp_rank,
             ),
             new_ids=req.output_ids[start:],
             context_ids=req.origin_input_ids[-CONTEXT_TOKENS:].tolist() if first else None,

@@ -85,7 +85,7 @@ class DetokenizerManager:
 
 
 def run_detokenizer_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection) -> None:
-    """Entry of the child process; returns after a ShutdownNotice. A failure is reported by `processes.py`."""
+    """Entry of the child process; returns after each replica's ShutdownNotice. `processes.py` reports a failure."""
     trace = Recorder("detokenizer", server_args.trace_dir)
     context = zmq.Context()
     # Bound before "ready", though the scheduler may connect and queue earlier.
@@ -101,13 +101,17 @@ def run_detokenizer_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: 
             path, mode=server_args.tokenizer_mode, trust_remote_code=server_args.trust_remote_code
         )
         manager = DetokenizerManager(tokenizer, trace)
+    still_there = server_args.data_parallel_size  # schedulers that have not said goodbye
     pipe.send({"status": "ready"})
     try:
         while True:
             receiver.wait()
             for message in receiver.drain():
                 if isinstance(message, ShutdownNotice):
-                    return
+                    still_there -= 1
+                    if still_there == 0:
+                        return
+                    continue
                 assert manager is not None, "ids came to a detokenizer without a tokenizer"
                 for endpoint, reply in _by_endpoint(manager.handle(message)).items():
                     if endpoint not in senders:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,6 @@ UNSUPPORTED_FIELDS = (
     "priority",
     "bootstrap_host",
     "bootstrap_room",
-    "data_parallel_rank",
     "require_reasoning",
 )
 
@@ -88,6 +88,7 @@ class Prompt:
     return_text_in_logprobs: bool
     return_prompt_token_ids: bool
     cache_namespace: str | None
+    data_parallel_rank: int | None = None  # the replica that runs it; None: whose turn it is
 
     @property
     def ids(self) -> list[int]:
@@ -122,11 +123,13 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
     return_prompt_token_ids: bool = False
     extra_key: str | list[str | None] | None = None  # requests share cached prefixes only with the same key
     cache_salt: str | list[str | None] | None = None  # the same, by the name that OpenAI clients use
+    data_parallel_rank: int | None = None  # the replica (--dp) that runs all of it; None: whose turn it is
 
     def normalize(
-        self, *, vocab_size: int, max_batch_size: int, preferred: Mapping[str, Any] | None = None
+        self, *, vocab_size: int, max_batch_size: int, preferred: Mapping[str, Any] | None = None, replicas: int = 1
     ) -> GenerateBatch:
         """Everything that can be checked before tokenizing is checked here. `preferred`: the operator's defaults."""
+        _check_range("data_parallel_rank", self.data_parallel_rank, 0, replicas - 1)
         texts, ids, is_list = self._split_prompts()
         count = len(texts)
 
@@ -173,7 +176,11 @@ class GenerateReqInput(msgspec.Struct, kw_only=True):
                 return_text_in_logprobs=self.return_text_in_logprobs,
                 return_prompt_token_ids=self.return_prompt_token_ids,
                 cache_namespace=_namespace(extra_key[i], cache_salt[i]),
+                data_parallel_rank=self.data_parallel_rank,
             )
+            if n > 1 and replicas > 1 and prompt.data_parallel_rank is None:
+                # The samples of a prompt stay together: they share its prefix.
+                prompt.data_parallel_rank = zlib.crc32(prompt.rid.encode()) % replicas
             prompts.append(prompt)
         batch = GenerateBatch(prompts, self.stream, is_single=not is_list and n == 1)
         if len(set(batch.rids)) != len(batch.rids):

@@ -133,7 +133,7 @@ class ReqState:
             "cached_tokens_details": None,
             "num_retractions": meta.num_retractions if meta else 0,
             "weight_version": "default",
-            "dp_rank": None,
+            "dp_rank": meta.dp_rank if meta else None,
         }
         if prompt.return_logprob:
             info["input_token_logprobs"] = self.input_logprobs[:]

@@ -18,6 +18,7 @@ Source: SGLang `managers/schedule_policy.py`.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import numpy as np
@@ -147,16 +148,17 @@ class PrefillAdder:
         input_budget: int,
         chunk_budget: int | None,
         mixed_decode_tokens: int = 0,
+        neighbors: Sequence[Req] = (),  # who runs in a pipeline's other microbatches
     ):
         self.memory = memory
         self.page_size = memory.allocator.page_size
-        self.running = running_batch.reqs
         self.rem_input_tokens = input_budget - mixed_decode_tokens
         self.rem_chunk_tokens = None if chunk_budget is None else chunk_budget - mixed_decode_tokens
         self.current_offset = mixed_decode_tokens
         # Running requests will grow: by all they may, times the ratio that history says they really use.
         self.total_offset = mixed_decode_tokens + sum(
-            _expected_growth(req) * (1.0 if req.params.ignore_eos else new_token_ratio) for req in self.running
+            _expected_growth(req) * (1.0 if req.params.ignore_eos else new_token_ratio)
+            for req in (*running_batch.reqs, *neighbors)
         )
         self.can_run_list: list[Req] = []
         self.new_chunked_req: Req | None = None

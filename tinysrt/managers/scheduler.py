@@ -33,7 +33,7 @@ from collections import deque
 from typing import Any
 
 from tinysrt.errors import RequestError
-from tinysrt.managers.batch_result_processor import BatchResultProcessor, InFlight, OutputStreamer
+from tinysrt.managers.batch_result_processor import BatchResultProcessor, InFlight, Judge, OutputStreamer
 from tinysrt.managers.request_intake import make_req
 from tinysrt.managers.request_life import Stage
 from tinysrt.managers.schedule_batch import Req, ScheduleBatch, StepMemory
@@ -88,6 +88,8 @@ class Scheduler:
         trace: Recorder,
         tokenizer: Tokenizer | None = None,
         device: Any = "cpu",
+        judge: Judge | None = None,
+        dp_rank: int | None = None,
     ):
         self.args = server_args
         self.worker = worker
@@ -102,7 +104,7 @@ class Scheduler:
         chunk = server_args.chunked_prefill_size
         self.chunk_budget = chunk if chunk is not None and chunk > 0 else None
         self.policy = SchedulePolicy(server_args.schedule_policy, memory.tree, server_args.random_seed or 0)
-        self.streamer = OutputStreamer(outbox.to_detokenizer, self._notify_abort, server_args.stream_interval)
+        self.streamer = OutputStreamer(outbox.to_detokenizer, self._notify_abort, server_args.stream_interval, dp_rank)
         self.processor = BatchResultProcessor(
             tree=memory.tree,
             streamer=self.streamer,
@@ -110,11 +112,13 @@ class Scheduler:
             nan_replacement_id=min(limits.eos_ids, default=0),
             on_end=self._forget,
             trace=trace,
+            judge=judge,
         )
         self.init_new_token_ratio = min(1.0, INIT_NEW_TOKEN_RATIO * server_args.schedule_conservativeness)
         self.min_new_token_ratio = self.init_new_token_ratio * MIN_NEW_TOKEN_RATIO_FACTOR
 
-        self.seats = Seats()
+        self.seats = Seats()  # whose turn it is
+        self.slots = [self.seats]  # a pipeline has one for each microbatch (`pp_loop.py`), with one waiting queue
         self.in_flight: deque[InFlight] = deque()  # launched, not processed: at most two, for a moment
         self.live: dict[str, Req] = {}  # every request that has not ended, by rid
         self.new_token_ratio = self.init_new_token_ratio
@@ -124,7 +128,7 @@ class Scheduler:
         self.paused = False
         self.pending_flush: tuple[float, FlushCacheReqInput] | None = None
         self.pending_health_checks: list[tuple[str, str]] = []  # (rid, reply_to)
-        self.report = SchedulerReport(memory, limits, server_args.decode_log_interval)
+        self.report = SchedulerReport(memory, limits, server_args.decode_log_interval, dp_rank)
 
     # ---- the loops --------------------------------------------------------------------------------
 
@@ -228,15 +232,17 @@ class Scheduler:
         """End a request between two results: out of its seat, `BatchResultProcessor.end` as at every end, last word."""
         if req.stage in (Stage.WAITING, Stage.RETRACTED):
             self.seats.waiting_queue.remove(req)
-        if req is self.seats.chunked_req:
-            self.seats.chunked_req = None
+        for seats in self.slots:
+            if req is seats.chunked_req:
+                seats.chunked_req = None
         self.processor.end(req, reason)
         self.streamer.send_abort(req)
 
     def _forget(self, req: Req) -> None:
         """A request has ended: whoever waits for room may try again."""
         del self.live[req.rid]
-        self.seats.running_batch.is_full = False
+        for seats in self.slots:
+            seats.running_batch.is_full = False
 
     def _notify_abort(self, req: Req) -> None:
         assert isinstance(req.finish, FinishAbort)
@@ -283,6 +289,7 @@ class Scheduler:
             input_budget=self.args.max_prefill_tokens,
             chunk_budget=self.chunk_budget,
             mixed_decode_tokens=len(mixed) if mixed is not None else 0,
+            neighbors=self._holding_elsewhere(seats) if len(self.slots) > 1 else [],
         )
         if seats.chunked_req is not None:
             continuing = seats.chunked_req
@@ -310,6 +317,9 @@ class Scheduler:
         may_be_asked = self.policy.sort(waiting) if free_rows > 0 else 0
         if self.args.prefill_max_requests is not None:
             may_be_asked = min(may_be_asked, self.args.prefill_max_requests - already)
+        if len(self.slots) > 1:  # microbatches of one size keep all stages busy
+            share = -(-len(self.live) // len(self.slots))
+            may_be_asked = min(may_be_asked, max(1, share - len(running) - already))
         state = adder.budget_state() if already else AddReqResult.CONTINUE
         for req in waiting[: max(0, min(may_be_asked, free_rows))]:
             if state is not AddReqResult.CONTINUE:
@@ -378,14 +388,15 @@ class Scheduler:
         """Send running requests back to the queue until the others have room for a decode step.
 
         The shortest output goes first, of equals the longest prompt: the least work is thrown away and the most memory
-        won. One request always stays, so that something moves; if even it has no room, the chunked request gives way,
-        and at last it is aborted: it is larger than the pool.
+        won. One request always stays, so that something moves (of a pipeline's microbatches, in one of them); if even
+        it has no room, the chunked request gives way, and at last it is aborted: it is larger than the pool.
         """
         assert not self.in_flight, "a result on its way would belong to a request that is no longer running"
         running, page = seats.running_batch, self.limits.page_size
         order = sorted(running.reqs, key=lambda req: (len(req.output_ids), -req.prompt_len))
         victims: list[Req] = []
-        while len(order) > 1 and not (victims and self._has_decode_room(running)):
+        stay = 0 if self._holding_elsewhere(seats) else 1
+        while len(order) > stay and not (victims and self._has_decode_room(running)):
             victims.append(self._send_back(seats, order.pop(0)))
             running.keep(in_lane_order(running, order))
         if not self._has_decode_room(running) and seats.chunked_req is not None:
@@ -406,6 +417,11 @@ class Scheduler:
             "KV pool is full: retracted %d requests, %d go on, new token ratio %.3f",
             len(victims), len(running), self.new_token_ratio,
         )  # fmt: skip
+
+    def _holding_elsewhere(self, seats: Seats) -> list[Req]:
+        """Those who hold memory in other microbatches."""
+        here = {id(req) for req in seats.running_batch.reqs} | {id(seats.chunked_req)}
+        return [req for req in self.live.values() if req.kv.row is not None and id(req) not in here]
 
     def _has_decode_room(self, running: ScheduleBatch) -> bool:
         """A slot for everyone's next token; what nobody holds is evicted for it."""
@@ -529,28 +545,30 @@ class Scheduler:
         self.memory.tree.reset()
         self.memory.allocator.reset()
         self.memory.pool.reset()
-        self.seats = Seats(waiting_queue=self.seats.waiting_queue)
+        for seats in self.slots:
+            seats.running_batch, seats.last_batch, seats.chunked_req = ScheduleBatch(), None, None
 
     def pause(self, message: PauseGenerationReqInput) -> None:
-        seats = self.seats
         self.drain()
-        self.merge_last_batch(seats)
         if message.mode == "abort":
             self.abort(AbortReq(abort_all=True))
-        elif message.mode == "retract":
-            for req in [*seats.running_batch.reqs, *([seats.chunked_req] if seats.chunked_req else [])]:
-                self._send_back(seats, req)
-            seats.running_batch, seats.chunked_req = ScheduleBatch(), None
-        else:
-            for req in self._holding(seats):
-                req.move_to(Stage.PAUSED)
+        for seats in self.slots:
+            self.merge_last_batch(seats)
+            if message.mode == "retract":
+                for req in [*seats.running_batch.reqs, *([seats.chunked_req] if seats.chunked_req else [])]:
+                    self._send_back(seats, req)
+                seats.running_batch, seats.chunked_req = ScheduleBatch(), None
+            elif message.mode == "in_place":
+                for req in self._holding(seats):
+                    req.move_to(Stage.PAUSED)
         self.paused = True
         self.outbox.to_tokenizer(PauseGenerationReqOutput(success=True), message.reply_to)
 
     def continue_generation(self, message: ContinueGenerationReqInput) -> None:
-        for req in self._holding(self.seats):
-            if req.stage is Stage.PAUSED:
-                req.move_to(Stage.CHUNKED if req is self.seats.chunked_req else Stage.RUNNING)
+        for seats in self.slots:
+            for req in self._holding(seats):
+                if req.stage is Stage.PAUSED:
+                    req.move_to(Stage.CHUNKED if req is seats.chunked_req else Stage.RUNNING)
         self.paused = False
         self.outbox.to_tokenizer(ContinueGenerationReqOutput(success=True), message.reply_to)
 

@@ -2,6 +2,9 @@
 
     model config ─▶ weights ─▶ KV pool ─▶ graphs ─▶ rows, allocator, tree ─▶ worker ─▶ "ready" ─▶ event loop
 
+With --tp and --pp each rank is such a process: it first meets the others (`distributed/rendezvous.py`), and in the loop
+follows what rank 0 says (`rank_inbox.py`).
+
 The order is SGLang's: the pool gets what the weights leave, captured steps refer to the pool, and so does the tree.
 (The seeds build the tree first.)
 
@@ -25,13 +28,18 @@ from typing import Any
 
 import zmq
 
+from tinysrt.distributed.parallel_state import SINGLE, ParallelState
+from tinysrt.distributed.ranks import FIRST_SEAT, Seat
+from tinysrt.distributed.rendezvous import join
 from tinysrt.errors import StartupError
 from tinysrt.ipc import IpcNames, Receiver, Sender
-from tinysrt.managers.overlap_worker import OverlapWorker
+from tinysrt.managers.overlap_worker import overlap_worker
+from tinysrt.managers.pp_loop import PipelineLoop, StageWorker
+from tinysrt.managers.rank_inbox import FollowingInbox, LeadingInbox, NullOutbox, SharedJudge, agree
 from tinysrt.managers.schedule_batch import StepMemory
 from tinysrt.managers.scheduler import Scheduler
 from tinysrt.managers.seats import Inbox, Limits, Outbox, StepInputs
-from tinysrt.managers.tp_worker import TpWorker
+from tinysrt.managers.tp_worker import TpWorker, Worker
 from tinysrt.mem_cache.allocator import make_allocator
 from tinysrt.mem_cache.chunk_cache import ChunkCache
 from tinysrt.mem_cache.memory_pool import ReqToTokenPool
@@ -91,7 +99,13 @@ class SocketOutbox:
 
 
 def build_scheduler(
-    server_args: ServerArgs, *, inbox: Inbox, outbox: Outbox, trace: Recorder
+    server_args: ServerArgs,
+    *,
+    inbox: Inbox,
+    outbox: Outbox,
+    trace: Recorder,
+    parallel: ParallelState = SINGLE,
+    dp_rank: int | None = None,
 ) -> tuple[Scheduler, dict[str, Any]]:
     """Load model and tokenizer, then assemble; also what the parent needs to know of it (the handshake)."""
     assert server_args.model_path is not None
@@ -114,11 +128,23 @@ def build_scheduler(
         eos_ids = eos_ids | tokenizer.stop_ids
     with progress_bar() as on_progress:
         runner = ModelRunner(
-            server_args, model_config, trace=trace, on_progress=partial(on_progress, "Loading the weights")
+            server_args,
+            model_config,
+            trace=trace,
+            parallel=parallel,
+            on_progress=on_progress if parallel.rank == 0 else None,
         )
         runner.capture_graphs(server_args, on_progress)
     scheduler = assemble(
-        server_args, runner, tokenizer=tokenizer, eos_ids=eos_ids, inbox=inbox, outbox=outbox, trace=trace
+        server_args,
+        runner,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        inbox=inbox,
+        outbox=outbox,
+        trace=trace,
+        parallel=parallel,
+        dp_rank=dp_rank,
     )
     limits = scheduler.limits
     if limits.max_req_input_len < SHORTEST_PROMPT_LIMIT:
@@ -147,6 +173,8 @@ def assemble(
     inbox: Inbox,
     outbox: Outbox,
     trace: Recorder,
+    parallel: ParallelState = SINGLE,
+    dp_rank: int | None = None,
 ) -> Scheduler:
     """Around a loaded model: rows, allocator, tree, worker, scheduler, as the flags say."""
     page_size = server_args.page_size or 1
@@ -162,9 +190,14 @@ def assemble(
     pool = ReqToTokenPool(runner.max_running_requests, runner.table_width)
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
     cache = ChunkCache if server_args.disable_radix_cache else RadixCache
+    worker: Worker
+    if parallel.pp_size > 1:
+        worker = StageWorker(runner, parallel)
+    else:
+        worker = TpWorker(runner) if server_args.disable_overlap_schedule else overlap_worker(runner)
     return Scheduler(
         server_args,
-        worker=TpWorker(runner) if server_args.disable_overlap_schedule else OverlapWorker(runner),
+        worker=worker,
         memory=StepMemory(pool, allocator, cache(pool, allocator, page_size)),
         limits=limits,
         inbox=inbox,
@@ -172,17 +205,39 @@ def assemble(
         trace=trace,
         tokenizer=tokenizer,
         device=runner.device,
+        judge=SharedJudge(parallel),
+        dp_rank=dp_rank,
     )
 
 
-def run_scheduler_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection) -> None:
+def run_scheduler_process(
+    server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection, seat: Seat = FIRST_SEAT
+) -> None:
     """Entry of the child process; returns after a ShutdownReq."""
-    trace = Recorder("scheduler", server_args.trace_dir)
+    if not seat.is_first:  # all ranks would log the same
+        logging.getLogger("tinysrt").setLevel(logging.WARNING)
+    parallel = join(server_args, seat, ipc_names.directory)
+    server_args = agree(server_args, parallel)
+    name = "scheduler" if server_args.data_parallel_size == 1 else f"scheduler-dp{seat.dp_rank}"
+    trace = Recorder(name, server_args.trace_dir if seat.is_first else None)
     context = zmq.Context()
-    receiver: Receiver[Message] = Receiver(context, ipc_names.scheduler_input, ToScheduler)
-    outbox = SocketOutbox(context, ipc_names, skip_detokenizer=server_args.skip_tokenizer_init)
+    inbox: Inbox
+    outbox: SocketOutbox | NullOutbox
+    receiver: Receiver[Message] | None = None
+    if seat.is_first:
+        receiver = Receiver(context, ipc_names.scheduler_input, ToScheduler)
+        inbox = SocketInbox(receiver)
+        outbox = SocketOutbox(context, ipc_names, skip_detokenizer=server_args.skip_tokenizer_init)
+        if parallel.messages is not None:
+            inbox = LeadingInbox(inbox, parallel.messages)
+    else:
+        assert parallel.messages is not None
+        inbox, outbox = FollowingInbox(parallel.messages), NullOutbox()
     started = time.monotonic()
-    scheduler, info = build_scheduler(server_args, inbox=SocketInbox(receiver), outbox=outbox, trace=trace)
+    dp_rank = seat.dp_rank if server_args.data_parallel_size > 1 else None
+    scheduler, info = build_scheduler(
+        server_args, inbox=inbox, outbox=outbox, trace=trace, parallel=parallel, dp_rank=dp_rank
+    )
     info["load_seconds"] = round(time.monotonic() - started, 2)
     # What start-up made stays: the collector need not look at it again. Before "ready": the first request would wait.
     gc.collect()
@@ -190,14 +245,19 @@ def run_scheduler_process(server_args: ServerArgs, ipc_names: IpcNames, pipe: Co
     pipe.send({"status": "ready", **info})
     _start_watchdog(scheduler, server_args.watchdog_timeout)
     try:
-        if server_args.disable_overlap_schedule:
+        if parallel.pp_size > 1:
+            PipelineLoop(scheduler, parallel.pp_size).event_loop()
+        elif server_args.disable_overlap_schedule:
             scheduler.event_loop_normal()
         else:
             scheduler.event_loop_overlap()
+        if parallel.messages is not None:
+            parallel.messages.finish()  # the others have heard the goodbye too
     finally:
         scheduler.worker.close()
         outbox.close()
-        receiver.close()
+        if receiver is not None:
+            receiver.close()
         trace.close()
     context.term()
 

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerReport:
-    def __init__(self, memory: StepMemory, limits: Limits, decode_log_interval: int):
+    def __init__(self, memory: StepMemory, limits: Limits, decode_log_interval: int, dp_rank: int | None = None):
+        self.dp_rank = dp_rank
         self.memory = memory
         self.limits = limits
         self.decode_log_interval = decode_log_interval
@@ -80,6 +81,7 @@ class SchedulerReport:
         """`live`: requests that have not ended, waiting ones included."""
         waiting = seats.waiting_queue
         return LoadSnapshot(
+            dp_rank=self.dp_rank or 0,
             num_running_reqs=live - len(waiting),
             num_waiting_reqs=len(waiting),
             num_waiting_uncached_tokens=sum(req.num_tokens for req in waiting),
@@ -93,6 +95,7 @@ class SchedulerReport:
     def internal_state(self, live: int, seats: Seats) -> dict[str, Any]:
         """For /server_info."""
         return {
+            "dp_rank": self.dp_rank or 0,
             "num_running_reqs": live - len(seats.waiting_queue),
             "num_waiting_reqs": len(seats.waiting_queue),
             "num_used_tokens": self.used_tokens(),

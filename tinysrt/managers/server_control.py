@@ -23,6 +23,8 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import msgspec
+
 from tinysrt.errors import RequestError
 from tinysrt.managers.communicator import Communicator
 from tinysrt.managers.request_state import ReqState, Waiter
@@ -83,10 +85,11 @@ class ServerControl:
 
         self.paused = False
         self._held: list[Waiter] = []  # requests at the gate
-        self._flush: Communicator[FlushCacheReqOutput] = Communicator(send)
-        self._pause: Communicator[PauseGenerationReqOutput] = Communicator(send)
-        self._continue: Communicator[ContinueGenerationReqOutput] = Communicator(send)
-        self._state: Communicator[GetInternalStateReqOutput] = Communicator(send)
+        replicas = server_args.data_parallel_size
+        self._flush: Communicator[FlushCacheReqOutput] = Communicator(send, replicas)
+        self._pause: Communicator[PauseGenerationReqOutput] = Communicator(send, replicas)
+        self._continue: Communicator[ContinueGenerationReqOutput] = Communicator(send, replicas)
+        self._state: Communicator[GetInternalStateReqOutput] = Communicator(send, replicas)
         self._gone = False  # a child died: nothing is going to answer
         self._loads: dict[int, LoadSnapshot] = {}  # by dp_rank, the latest
         self._probe_rids: dict[str, None] = {}  # health requests that the scheduler still has to answer
@@ -177,15 +180,17 @@ class ServerControl:
             self.abort_all()
             while any(state.dispatched for state in self.live.values()):
                 await asyncio.sleep(0.02)
-        reply = await self._pause.call(PauseGenerationReqInput(reply_to=self.reply_to, mode=mode))
-        if not reply.success:
+        replies = await self._pause.call(PauseGenerationReqInput(reply_to=self.reply_to, mode=mode))
+        failure = next((reply for reply in replies if not reply.success), None)
+        if failure is not None:
             self._open_gate()
-            raise RequestError(reply.message)
+            raise RequestError(failure.message)
 
     async def continue_generation(self) -> None:
-        reply = await self._continue.call(ContinueGenerationReqInput(reply_to=self.reply_to))
-        if not reply.success:
-            raise RequestError(reply.message)
+        replies = await self._continue.call(ContinueGenerationReqInput(reply_to=self.reply_to))
+        failure = next((reply for reply in replies if not reply.success), None)
+        if failure is not None:
+            raise RequestError(failure.message)
         self._open_gate()
 
     async def gate(self, states: list[ReqState], waiter: Waiter) -> None:
@@ -206,24 +211,25 @@ class ServerControl:
         """Empty the prefix cache. Refused while requests run; `timeout`: wait so many seconds for them to end."""
         if not any(not state.abandoned for state in self.live.values()):
             timeout = max(timeout, FLUSH_GRACE_S)  # nobody waits for anything: what is left is the step in flight
-        return await self._flush.call(FlushCacheReqInput(reply_to=self.reply_to, timeout_s=timeout))
+        replies = await self._flush.call(FlushCacheReqInput(reply_to=self.reply_to, timeout_s=timeout))
+        return next((reply for reply in replies if not reply.success), replies[0])
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
         """One entry for each data-parallel replica."""
-        reply = await self._state.call(GetInternalStateReq(reply_to=self.reply_to))
-        return [reply.internal_state]
+        replies = await self._state.call(GetInternalStateReq(reply_to=self.reply_to))
+        return sorted((reply.internal_state for reply in replies), key=lambda state: state.get("dp_rank", 0))
 
     def loads(self) -> list[LoadSnapshot]:
         """What each scheduler last said about its load; nothing to wait for. Before its first word it is idle."""
-        if not self._loads:
-            info = self.scheduler_info
-            return [
-                LoadSnapshot(
-                    max_total_num_tokens=info.get("max_total_num_tokens", 0),
-                    max_running_requests=info.get("max_running_requests", 0),
-                )
-            ]
-        return [self._loads[rank] for rank in sorted(self._loads)]
+        info = self.scheduler_info
+        idle = LoadSnapshot(
+            max_total_num_tokens=info.get("max_total_num_tokens", 0),
+            max_running_requests=info.get("max_running_requests", 0),
+        )
+        return [
+            self._loads.get(rank) or msgspec.structs.replace(idle, dp_rank=rank)
+            for rank in range(self.server_args.data_parallel_size)
+        ]
 
     # ---- what this server is -------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ class TokenizerManager:
             vocab_size=self.model_config.vocab_size,
             max_batch_size=self.server_args.max_batch_size,
             preferred=self.preferred_params,
+            replicas=self.server_args.data_parallel_size,
         )
         waiter = Waiter()
         states = self._register(batch, waiter)
@@ -236,6 +237,7 @@ class TokenizerManager:
                 top_logprobs_num=prompt.top_logprobs_num if prompt.return_logprob else 0,
                 token_ids_logprob=prompt.token_ids_logprob if prompt.return_logprob else None,
                 cache_namespace=prompt.cache_namespace,
+                data_parallel_rank=prompt.data_parallel_rank,
                 received_ns=state.created_ns,
             )
             self.send(message)
