@@ -172,7 +172,6 @@ def test_two_started_servers_take_turns_and_the_record_says_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(managed, "IDLE_WINDOW", 0.05)
-    monkeypatch.setenv("COLUMNS", "200")
     file, picture = tmp_path / "out.json", tmp_path / "out.svg"
     arguments = [
         "--start", command(), "--compare-start", command(), "--compare-dialect", "openai", "--pairs", "2",

@@ -95,6 +95,9 @@ class InProcess:
             outbox=self.outbox,
             trace=Recorder("bench"),
         )
+        # The runner's tables may be larger than this side allows.
+        limits, allowed = self.scheduler.limits, args.max_running_requests or runner.max_running_requests
+        self.scheduler.limits = replace(limits, max_running_requests=min(allowed, limits.max_running_requests))
         self._step = self.scheduler.step_normal if args.disable_overlap_schedule else self.scheduler.step_overlap
 
     def play(self, wants: Sequence[Want]) -> Played:
@@ -109,7 +112,8 @@ class InProcess:
             self._step(self.inbox.receive(block=False))
             produced = min(len(self.outbox.arrivals.get(str(i), ())) for i in early)
             while late and produced >= wants[late[0]].late:
-                sent[late[0]] = self._send(late[0], wants[late.pop(0)])
+                i = late.pop(0)
+                sent[i] = self._send(i, wants[i])
             if not self.inbox.messages and self.scheduler.is_idle():
                 break
         arrivals = [self.outbox.arrivals.get(str(i), []) for i in range(len(wants))]

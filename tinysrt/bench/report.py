@@ -76,6 +76,8 @@ def publish(
     """Say what was measured, in each form that the flags ask for."""
     if args.json != "-":
         console = Console()
+        if not console.is_terminal:
+            console = Console(width=140)  # in a file or a pipe nothing is gained by 80 columns
         for table in tables:
             console.print(table)
     if args.json is not None:

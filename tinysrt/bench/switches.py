@@ -225,7 +225,6 @@ def table_of(rows: Sequence[dict[str, Any]], pairs: int) -> Table:
         table.add_column(column, justify="right")
     for row in rows:
         if "skipped" in row:
-            table.add_row(row["switch"], f"[dim]{row['skipped']}[/dim]")
             continue
         gain, noise = row["gain"], row["noise"]
         stands_out = gain["min"] > noise["max"] or gain["max"] < noise["min"]
@@ -239,6 +238,8 @@ def table_of(rows: Sequence[dict[str, Any]], pairs: int) -> Table:
             _range(noise),
             style=style,
         )
+    skipped = [f"not here: {row['switch']} ({row['skipped']})" for row in rows if "skipped" in row]
+    table.caption = "\n".join(skipped) or None
     return table
 
 
