@@ -65,6 +65,7 @@ class Switches:
     mixed: bool = False
     tight: bool = False  # a small pool, an admission that hopes too much, and now and then everyone is sent back
     policy: str = "lpm"
+    graph: str = "none"  # tape, compile: how decode steps are captured, see `graph_capture.py`
 
     def __str__(self) -> str:
         words = [
@@ -73,6 +74,7 @@ class Switches:
             f"chunk{self.chunk}",
             f"page{self.page}",
             self.policy,
+            self.graph,
         ]
         return "-".join(words + ["mixed"] * self.mixed + ["tight"] * self.tight)
 
@@ -85,6 +87,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mixed": (False, True),
     "tight": (False, True),
     "policy": ("lpm", "fcfs", "dfs-weight", "lof", "random"),
+    "graph": ("none", "tape"),
 }
 
 
@@ -120,18 +123,35 @@ class Model:
     folder: Path
     reference: Reference
     pool_tokens: int = 4096
+    runners: dict[str, ModelRunner] = field(default_factory=dict)  # by way of capturing
 
     @cached_property
     def config(self) -> ModelConfig:
         return ModelConfig.from_pretrained(str(self.folder), dtype="float32")
 
-    @cached_property
-    def runner(self) -> ModelRunner:
+    def runner_for(self, graph: str) -> ModelRunner:
+        if graph not in self.runners:
+            self.runners[graph] = self._make_runner(graph)
+        return self.runners[graph]
+
+    def _make_runner(self, graph: str) -> ModelRunner:
         args = ServerArgs(
             model_path=str(self.folder), device="cpu", dtype="float32", max_total_tokens=self.pool_tokens,
-            max_running_requests=40, page_size=16, num_threads=1,
+            max_running_requests=40, page_size=16, num_threads=1, graph_capture=graph,
+            cuda_graph_bs_decode=[1, 4] if graph == "compile" else [1, 2, 4, 6, 12, 24],
         ).resolve()  # fmt: skip
-        return ModelRunner(args, self.config, trace=Recorder("test"))
+        runner = ModelRunner(args, self.config, trace=Recorder("test"))
+        runner.capture_graphs(args)
+        return runner
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.runner_for("none")
+
+    @property
+    def can_capture(self) -> bool:
+        """The plain PyTorch experts ask the host how many rows each gets, which a captured step cannot."""
+        return self.config.hf_config.model_type != "qwen3_moe" or self.runner.attention.kernels.name != "torch_native"
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -205,7 +225,9 @@ class RealEngine:
             chunked_prefill_size=switches.chunk, page_size=switches.page, enable_mixed_chunk=switches.mixed,
             schedule_policy=switches.policy, **server_args,
         ).resolve()  # fmt: skip
-        runner, page = model.runner, switches.page
+        runner = model.runner_for(switches.graph if model.can_capture else "none")
+        self.graphs, page = runner.graphs, switches.page
+        self.replayed_before = self.graphs.replayed if self.graphs is not None else 0
         self.capacity = capacity or runner.max_total_num_tokens
         assert self.capacity <= runner.max_total_num_tokens and self.capacity % page == 0
         pool = ReqToTokenPool(max_running, runner.table_width)
@@ -237,6 +259,11 @@ class RealEngine:
 
     def __exit__(self, *_: object) -> None:
         self.scheduler.worker.close()
+
+    @property
+    def replayed(self) -> int:
+        """Decode steps that were replayed."""
+        return self.graphs.replayed - self.replayed_before if self.graphs is not None else 0
 
     def step(self, messages: Sequence[Message] = ()) -> None:
         self.inbox.messages += messages

@@ -148,6 +148,7 @@ class CudaGraphRunner:
         self.lanes = Lanes(buckets[-1], device)
         self.logits = torch.zeros(buckets[-1], vocab_size, device=device)  # float32
         self.replays: dict[int, Step] = {}
+        self.replayed = 0  # steps so far
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress | None = None) -> None:
@@ -202,4 +203,5 @@ class CudaGraphRunner:
         """(B, vocab) float32 logits of the batch: a part of the static buffer, good until the next replay."""
         self.lanes.fill(input_ids, batch, bucket)
         self.replays[bucket]()
+        self.replayed += 1
         return self.logits[: batch.batch_size]

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinysrt.errors import StartupError
+from tinysrt.text.demo_model import default_cache_dir
 
 Step = Callable[[], None]
 
@@ -212,6 +213,8 @@ class CompileCapture:
 
     def __init__(self) -> None:
         require_compiler()
+        # What was compiled once is found there at the next start. (Inductor's own default does not outlive a reboot.)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
 
     def capture(self, step: Step) -> Step:
         options: dict[str, Any] = {
