@@ -36,9 +36,9 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, tries: int = TRIES) -> float:
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
     work()  # first touch, first launch
-    return min(seconds(work, device) for _ in range(tries))
+    return min(seconds(work, device) for _ in range(TRIES))
 
 
 def buffer_bytes(asked_mib: int, device: torch.device) -> int:
@@ -61,9 +61,9 @@ def read_rate(device: torch.device, buffer_mib: int = BUFFER_MIB) -> float:
 
 
 @torch.inference_mode()
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second; a multiply-add counts as two."""
-    size = size or MATMUL_SIZE.get(device.type, 2048)
+    size = MATMUL_SIZE[device.type]
     linear = Linear(size, [size]).to(device=device, dtype=dtype)
     linear.weight.normal_(0, 0.02)
     linear.pack()
