@@ -207,6 +207,28 @@ def test_a_server_that_cheats_is_refused_at_the_warm_up_and_a_void_run_enters_no
     assert summary == {"W1": {"ttft_ms": {"A": {"median": 1.0, "min": 1.0, "max": 1.0}}}, "W2": {}}
 
 
+def test_a_server_that_does_not_come_up_again_voids_its_round_and_an_interrupt_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(managed, "IDLE_WINDOW", 0.05)
+    starts: list[str] = []
+    start = ManagedServer.__enter__
+
+    def fickle(self: ManagedServer) -> ManagedServer:
+        starts.append(self.url)
+        if len(starts) == 2:
+            raise StartupError("address in use")
+        if len(starts) == 4:
+            raise KeyboardInterrupt
+        return start(self)
+
+    monkeypatch.setattr(ManagedServer, "__enter__", fickle)
+    arguments = ["--start", command(), "--pairs", "9", "--workloads", "W1", "--scale", "0.02", "--logs", str(tmp_path)]
+    assert serve.main([*arguments, "--json"]) == 1
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["pair"], run["void"]) for run in runs] == [(0, None), (1, "address in use"), (2, None)]
+
+
 def test_a_void_run_makes_the_exit_code_1(
     fake: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

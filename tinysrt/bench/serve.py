@@ -69,7 +69,7 @@ class Run:
     pair: int
     repetition: int  # 1: the second A of a noise pair
     workload: str
-    load: float  # of the machine, when it began
+    load: float = 0.0  # of the machine, when it began
     figures: Figures = field(default_factory=dict)
     void: str | None = None
 
@@ -95,33 +95,46 @@ class Plan:
                 yield pair, 0, side
 
 
-def measure(sides: Sequence[Side], plan: Plan, *, say: Any = print) -> list[Run]:
+def measure(sides: Sequence[Side], plan: Plan) -> Iterator[Run]:
     """Every run, in the order of the plan. The vocabulary is the first server's: both sides get the same prompts."""
-    runs: list[Run] = []
     vocab_size = plan.vocab_size
+    greeted: list[str] = []  # sides that have answered once
     for pair, repetition, side in plan.order(sides):
-        with running(side, plan) as (url, server):
-            run(introduce(side, url))
-            vocab_size = vocab_size or vocabulary(side)
-            client = Client(url, DIALECTS[side.dialect], side.model or "default", plan.timeout)
-            draws = Draws(vocab_size, plan.seed + pair, 1000 + repetition, plan.scale)
-            if pair == 0 or server is not None:
-                try:
-                    run(warm_up(client, draws))
-                except RunVoid as error:
-                    raise StartupError(f"{side.name} does not answer as it should: {error}") from None
-            for name in plan.workloads:
-                done = Run(side.name, pair, repetition, name, load=round(psutil.getloadavg()[0], 2))
-                draws = Draws(vocab_size, plan.seed + pair, repetition, plan.scale)
-                try:
-                    done.figures = run(WORKLOADS[name](client, draws))
-                except RunVoid as error:
-                    done.void = str(error)
-                runs.append(done)
-                say(one_line(done), file=sys.stderr)
-            if server is not None:
-                side.outside.append(server.look())
-    return runs
+        names = list(plan.workloads)
+        try:
+            with running(side, plan) as (url, server):
+                run(introduce(side, url))
+                vocab_size = vocab_size or vocabulary(side)
+                client = Client(url, DIALECTS[side.dialect], side.model or "default", plan.timeout)
+                if side.name not in greeted or server is not None:
+                    run(greet(side, client, Draws(vocab_size, plan.seed + pair, 1000 + repetition, plan.scale)))
+                    greeted.append(side.name)
+                while names:
+                    draws = Draws(vocab_size, plan.seed + pair, repetition, plan.scale)
+                    yield one_run(client, draws, Run(side.name, pair, repetition, names.pop(0)))
+                if server is not None:
+                    side.outside.append(server.look())
+        except StartupError as error:
+            if side.name not in greeted:
+                raise  # it has never worked: nothing to compare
+            for name in names:  # it has, and the other rounds are not lost
+                yield Run(side.name, pair, repetition, name, void=str(error))
+
+
+def one_run(client: Client, draws: Draws, done: Run) -> Run:
+    done.load = round(psutil.getloadavg()[0], 2)
+    try:
+        done.figures = run(WORKLOADS[done.workload](client, draws))
+    except RunVoid as error:
+        done.void = str(error)
+    return done
+
+
+async def greet(side: Side, client: Client, draws: Draws) -> None:
+    try:
+        await warm_up(client, draws)
+    except RunVoid as error:
+        raise StartupError(f"{side.name} does not answer as it should: {error}") from None
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -317,7 +330,15 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     report.check_output_flags(args)
     sides, plan = sides_of(args), plan_of(args)
-    runs = measure(sides, plan)
+    runs: list[Run] = []
+    try:
+        for done in measure(sides, plan):
+            runs.append(done)
+            print(one_line(done), file=sys.stderr)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        print("interrupted: what follows is of the runs until now", file=sys.stderr)
     summary = summarize(runs, sides)
     figures = {
         "sides": [dataclasses.asdict(side) for side in sides],
