@@ -248,4 +248,4 @@ def test_running_requests_follow_the_pool_unless_typed():
 def test_supported_families_are_known_by_architecture(folder):
     config = ModelConfig.from_pretrained(str(folder))
     assert model_class(config).__name__ == "LlamaForCausalLM"
-    assert ServerArgs(model_path=str(folder)).resolve().attention_backend == "torch_native"
+    assert ServerArgs(model_path=str(folder)).resolve().attention_backend == "numba"

@@ -73,7 +73,7 @@ def _register(kernels: KernelSet) -> tuple[torch.library.Library, dict[str, Any]
 
 def as_operators(kernels: KernelSet) -> KernelSet:
     operators: dict[str, Any] = _register(kernels)[1]
-    return replace(kernels, **operators)
+    return replace(kernels, few_rows_linear=None, **operators)
 
 
 def compilable(kernels: KernelSet) -> KernelSet:
@@ -82,7 +82,7 @@ def compilable(kernels: KernelSet) -> KernelSet:
     for name in OPERATORS:
         traced = getattr(reference if name in PLAIN_WHILE_TRACING else operators, name)
         choices[name] = _either(traced, getattr(kernels, name))
-    return replace(kernels, **choices)
+    return replace(kernels, few_rows_linear=None, **choices)
 
 
 def _either(traced: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

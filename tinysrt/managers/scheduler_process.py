@@ -22,7 +22,6 @@ import os
 import sys
 import threading
 import time
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 

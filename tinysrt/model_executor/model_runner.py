@@ -29,7 +29,7 @@ from tinysrt.distributed.parallel_state import SINGLE, ParallelState
 from tinysrt.kernels.kernel_set import load_kernels
 from tinysrt.kernels.operators import as_operators, compilable
 from tinysrt.mem_cache.memory_pool import KVPool
-from tinysrt.model_executor.attention.registry import backend_class
+from tinysrt.model_executor.attention.registry import make_attention
 from tinysrt.model_executor.cuda_graph_runner import CudaGraphRunner, decode_buckets
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.graph_capture import make_backend
@@ -46,10 +46,10 @@ from tinysrt.model_executor.sizing import (
     usable_cores,
 )
 from tinysrt.model_executor.step_result import InputScores, StepResult
-from tinysrt.model_executor.weights import Progress, load_model
+from tinysrt.model_executor.weights import load_model
 from tinysrt.observe.progress import OnProgress
 from tinysrt.observe.trace import Recorder
-from tinysrt.server_args import ServerArgs
+from tinysrt.server_args import ATTENTION_FLAGS, ServerArgs
 
 TABLE_SLACK = 4  # positions beyond the context length that a step may allocate
 
@@ -62,7 +62,7 @@ class ModelRunner:
         *,
         trace: Recorder,
         parallel: ParallelState = SINGLE,
-        on_progress: Progress | None = None,
+        on_progress: OnProgress | None = None,
     ):
         self.config = model_config
         self.trace = trace
@@ -74,9 +74,13 @@ class ModelRunner:
         self._prepare_thread()
 
         compiling = server_args.graph_capture == "compile"
-        kernels = load_kernels(server_args.attention_backend or "torch_native")
-        if kernels.name == "numba" and server_args.graph_capture in ("tape", "compile"):
-            kernels = compilable(kernels) if compiling else as_operators(kernels)
+        sets = {
+            name: load_kernels(name, on_progress and partial(on_progress, "Preparing the CPU kernels"))
+            for name in dict.fromkeys(getattr(server_args, flag) or "torch_native" for flag in ATTENTION_FLAGS)
+        }
+        if "numba" in sets and server_args.graph_capture in ("tape", "compile"):
+            sets["numba"] = compilable(sets["numba"]) if compiling else as_operators(sets["numba"])
+        kernels, prefill, decode = (sets[getattr(server_args, flag) or "torch_native"] for flag in ATTENTION_FLAGS)
         free_before = free_memory(self.device)
         with torch.inference_mode():
             self.model = load_model(
@@ -87,7 +91,7 @@ class ModelRunner:
                 kernels=kernels,
                 parallel=parallel,
                 keep_weights=compiling,
-                on_progress=on_progress,
+                on_progress=on_progress and partial(on_progress, "Loading the weights"),
             )
         mine = config_of_rank(model_config, parallel)
         # All ranks schedule alike, so their pools are alike: as large as the one with the least memory bears.
@@ -109,8 +113,9 @@ class ModelRunner:
         rows, self.table_width = self.max_running_requests + 1, model_config.context_len + TABLE_SLACK
         self.table = torch.zeros(rows, self.table_width, dtype=torch.int32, device=self.device)
         self.relay = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.attention = backend_class(kernels.name)(
-            kernels,
+        self.attention = make_attention(
+            prefill,
+            decode,
             self.kv_pool,
             self.table,
             rope_cache(model_config.head_dim, model_config.rope, self.table_width).to(self.device),
@@ -118,7 +123,7 @@ class ModelRunner:
             mine.head_dim**-0.5,
             mine.windows,
         )
-        self.sampler = Sampler(self.vocab_size, self.device)
+        self.sampler = Sampler(self.vocab_size, self.device, kernels)
         self.graphs: CudaGraphRunner | None = None
 
     def capture_graphs(self, server_args: ServerArgs, on_progress: OnProgress | None = None) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinysrt.kernels.kernel_set import REFERENCE, KernelSet
 from tinysrt.kernels.reference import draw, keep_top_k_top_p_min_p
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.layers.logits_processor import LogitsOutput, Scores, look_up_scores, widths
@@ -73,8 +74,9 @@ class PenaltyCounts:
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device):
+    def __init__(self, vocab_size: int, device: torch.device, kernels: KernelSet = REFERENCE):
         self.penalty_counts = PenaltyCounts(vocab_size, device)
+        self.kernels = kernels
 
     def __call__(self, output: LogitsOutput, batch: ForwardBatch, relay: Tensor) -> SampleOutput:
         """`relay`: (rows,) last sampled token of each request row, as it was when this forward read it."""
@@ -102,12 +104,25 @@ class Sampler:
         if statics.all_greedy:
             return best, greedy_ids
         assert info.uniforms is not None
+        if self.kernels.name == "numba":
+            return best, torch.where(statics.greedy, greedy_ids, self._draw_all(logits, info.uniforms, statics.filters))
         weights = logits.softmax(dim=-1).nan_to_num_(nan=0.0)  # a NaN row is replaced later; here it must not crash
         drawn = draw(weights, info.uniforms).clamp_(max=logits.shape[1] - 1)
         if statics.filters is not None:
             lanes = statics.filters.lanes
             drawn[lanes] = draw_filtered(weights[lanes], info.uniforms[lanes], statics.filters)
         return best, torch.where(statics.greedy, greedy_ids, drawn)
+
+    def _draw_all(self, logits: Tensor, uniforms: Tensor, filters: FilterStatics | None) -> Tensor:
+        """One kernel draws every row, with or without filters. `logits` are divided by their temperatures already."""
+        rows, vocab_size = logits.shape
+        top_k, ones, zeros = torch.full((rows,), vocab_size), torch.ones(rows), torch.zeros(rows)
+        top_p, min_p = ones, zeros
+        if filters is not None:
+            top_k = top_k.index_copy(0, filters.lanes, filters.top_k.squeeze(1))
+            top_p = top_p.index_copy(0, filters.lanes, filters.top_p.squeeze(1))
+            min_p = min_p.index_copy(0, filters.lanes, filters.min_p.squeeze(1))
+        return self.kernels.sample_tokens(logits, ones, top_k, top_p, min_p, uniforms.squeeze(1))
 
     def _advance_counts(self, penalties: PenaltyStatics, starts: list[list[int] | None], relay: Tensor) -> None:
         decoding = []

@@ -78,32 +78,43 @@ class Plan:
 class TorchNativeBackend(AttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.lanes_attention = masked_decode_attention  # the reference kernel reads lengths on the host
+        if self.kernels.name == "torch_native":  # (a backend that derives from this one has a kernel that can do it)
+            self.lanes_attention = masked_decode_attention  # the reference kernel reads lengths on the host
 
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Plan | DecodeLanes:
         if padded_size is not None:
             return DecodeLanes.of(batch)
-        views = {window: self._view(batch, window) for window in dict.fromkeys(self.windows)}
+        views = {}
+        for window in dict.fromkeys(self.windows):
+            single, extend, hidden = self._several(batch, window)
+            groups = self._decode_groups(single, batch.req_pool_indices, batch.seq_lens_cpu, window)
+            views[window] = View(groups, extend, hidden)
         return Plan(batch.positions, batch.out_cache_loc, views)
 
-    def _view(self, batch: ForwardBatch, window: int | None) -> View:
-        rows, lens = batch.req_pool_indices, batch.seq_lens_cpu
+    def plan_several(self, batch: ForwardBatch) -> Plan:
+        """For `attend_several`: of an extend batch, the requests with several new tokens and no others."""
+        views = {window: View([], *self._several(batch, window)[1:]) for window in dict.fromkeys(self.windows)}
+        return Plan(batch.positions, batch.out_cache_loc, views)
+
+    def _several(
+        self, batch: ForwardBatch, window: int | None
+    ) -> tuple[list[tuple[int, int]], list[ExtendRequest], Tensor | None]:
+        """Requests with one new token, each with its row in q; those with several; the mask of the latter."""
         if batch.forward_mode.is_decode():
-            single = [(i, i) for i in range(len(lens))]
-            return View(self._decode_groups(single, rows, lens, window), [], None)
+            return [(i, i) for i in range(batch.batch_size)], [], None
         extend: list[ExtendRequest] = []
-        single = []  # (request, its row in q)
+        single = []
         start = 0
         for i, (new, prefix) in enumerate(zip(batch.extend_seq_lens, batch.extend_prefix_lens, strict=True)):
             if new == 1:
                 single.append((i, start))
             else:
                 seen = prefix if window is None else min(prefix, window - 1)
-                slots = self.table[rows[i], prefix - seen : prefix + new]
+                slots = self.table[batch.req_pool_indices[i], prefix - seen : prefix + new]
                 extend.append(ExtendRequest(start, new, seen, slots))
             start += new
         hidden = self._hidden(max(len(request.slots) for request in extend), window) if extend else None
-        return View(self._decode_groups(single, rows, lens, window), extend, hidden)
+        return single, extend, hidden
 
     def _hidden(self, longest: int, window: int | None) -> Tensor:
         columns = max(longest, QUERY_BLOCK)
@@ -160,19 +171,27 @@ class TorchNativeBackend(AttentionBackend):
             return self.attend_lanes(layer, qkv, plan)
         q = self.rope_and_store(layer, qkv, plan.positions, plan.out_cache_loc)
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
-        tokens, heads, dim = q.shape
-        q = q.reshape(tokens, k_buffer.shape[1], -1, dim)  # (T, kv_heads, group, dim)
-        view = plan.views[self.windows[layer]]
-        if len(view.decode) == 1 and view.decode[0].lanes is None:
-            return self._decode(q, k_buffer, v_buffer, view.decode[0]).reshape(tokens, heads * dim)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in view.decode:
+        grouped = q.view(len(q), k_buffer.shape[1], -1, q.shape[-1])  # (T, kv_heads, group, dim)
+        groups = plan.views[self.windows[layer]].decode
+        if len(groups) == 1 and groups[0].lanes is None:
+            return self._decode(grouped, k_buffer, v_buffer, groups[0]).reshape(len(q), -1)
+        out = self.attend_several(layer, q, plan)
+        for group in groups:
             assert group.lanes is not None
-            out.index_copy_(0, group.lanes, self._decode(q.index_select(0, group.lanes), k_buffer, v_buffer, group))
+            attended = self._decode(grouped.index_select(0, group.lanes), k_buffer, v_buffer, group)
+            out.index_copy_(0, group.lanes, attended.reshape(len(group.lanes), -1, q.shape[-1]))
+        return out.view(len(q), -1)
+
+    def attend_several(self, layer: int, q: Tensor, plan: Plan) -> Tensor:
+        """(T, heads, dim), filled where a request has several new tokens; the other rows are left as they come."""
+        k_buffer, v_buffer, window = self.pool.k_buffer[layer], self.pool.v_buffer[layer], self.windows[layer]
+        out = torch.empty_like(q)
+        shape = len(q), k_buffer.shape[1], -1, q.shape[-1]
+        view = plan.views[window]
         for request in view.extend:
             assert view.hidden is not None
-            self._extend(q, k_buffer, v_buffer, request, view.hidden, self.windows[layer], out)
-        return out.view(tokens, heads * dim)
+            self._extend(q.view(shape), k_buffer, v_buffer, request, view.hidden, window, out.view(shape))
+        return out
 
     def _decode(self, q: Tensor, k_buffer: Tensor, v_buffer: Tensor, group: DecodeGroup) -> Tensor:
         """q: (n, kv_heads, group, dim). Requests are the batch axis, KV heads the heads, the group the query rows."""

@@ -5,6 +5,10 @@ halves the time at 1 to 8 rows, which is decode, and costs nothing at 512, which
 every row count. The two operators that do it are private to PyTorch: they are named in this file only, `F.linear`
 stands in where they are missing, and a test holds both to the same result.
 
+One to four rows of bf16 are another matter: then reading the weight is all that costs, and a Numba loop over the plain
+weight reads faster than the packed product does (`kernels/numba_linear.py`). So both copies are kept where the kernels
+have that loop: a decode step of one request is worth twice the memory of a small model's weights.
+
 Several projections that read the same input share one weight (`q_proj`, `k_proj`, `v_proj` → `qkv_proj`): one matmul
 instead of three. `weights.py` writes each checkpoint tensor into its rows of the fused weight.
 
@@ -21,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinysrt.distributed.parallel_state import Cut, ParallelState
+from tinysrt.kernels.kernel_set import REFERENCE, Kernel, KernelSet
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -51,18 +56,24 @@ class Linear(nn.Module):
         self.weight = empty_parameter(sum(output_sizes), input_size)
         self.bias = empty_parameter(sum(output_sizes)) if bias else None
         self.packed: Tensor | None = None
+        self.few_rows = 0  # up to so many rows of x are the kernel's
+        self.few_rows_linear: Kernel | None = None
 
-    def pack(self, *, keep_weight: bool = False) -> None:
-        """Call once, when the weight is final. The plain copy is dropped unless something else reads it."""
+    def pack(self, kernels: KernelSet = REFERENCE, *, keep_weight: bool = False) -> None:
+        """Call once, when the weight is final. The plain copy is dropped unless something reads it."""
         if can_pack(self.weight):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
-            if not keep_weight:
+            if kernels.few_rows_linear is not None and self.weight.dtype == torch.bfloat16:
+                self.few_rows, self.few_rows_linear = kernels.few_rows, kernels.few_rows_linear
+            elif not keep_weight:
                 self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # torch.compile lays weights out itself, as its own matmuls like them (`graph_capture.py`).
         if self.packed is None or torch.compiler.is_compiling():
             return F.linear(x, self.weight, self.bias)
+        if len(x) <= self.few_rows and self.few_rows_linear is not None:
+            return self.few_rows_linear(x, self.weight, self.bias, x.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

@@ -34,6 +34,8 @@ class LMHead(Linear):
         return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size].contiguous()
 
     def _my_logits(self, hidden: Tensor) -> Tensor:
+        if len(hidden) <= self.few_rows and self.few_rows_linear is not None:
+            return self.few_rows_linear(hidden, self.weight, self.bias, torch.float32)  # never rounded: all exact
         logits = super().forward(hidden).float()
         if hidden.dtype == torch.float32 or self.weight.numel() == 0:
             return logits

@@ -167,6 +167,7 @@ class LlamaForCausalLM(nn.Module):
         head_norms: bool = False,
     ):
         super().__init__()
+        self.kernels = kernels
         configured = bool(getattr(config.hf_config, "attention_bias", False))
         biases = {
             "qkv_bias": configured if qkv_bias is None else qkv_bias,
@@ -199,7 +200,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack(keep_weight=keep_weights or module is self.lm_head)
+                module.pack(self.kernels, keep_weight=keep_weights or module is self.lm_head)
             elif isinstance(module, (Attention, RMSNorm)):  # an Attention before the head norms that it joins
                 module.finish_loading()
 
