@@ -263,8 +263,8 @@ def test_victims_are_the_shortest_output_then_the_longest_prompt() -> None:
     scheduler = engine.scheduler
     assert len(scheduler.seats.running_batch) == 3
     victims: list[str] = []
-    original = scheduler._send_back
-    scheduler._send_back = lambda seats, req: victims.append(req.rid) or original(seats, req)  # type: ignore
+    original = scheduler.send_back
+    scheduler.send_back = lambda seats, req: victims.append(req.rid) or original(seats, req)  # type: ignore
     scheduler._has_decode_room = lambda running: len(running) == 1  # type: ignore[method-assign]
     tree = scheduler.memory.tree
     cached = tree.evictable_size() + tree.protected_size()

@@ -49,7 +49,7 @@ class PipelineLoop:
         scheduler.slots = [scheduler.seats, *(Seats(waiting_queue=queue) for _ in range(slots - 1))]
         self.launched: list[int | None] = [None] * slots  # the step that each slot has in flight
         self.slot = 0
-        self.empty_turns = 0  # since a batch was launched
+        self.empty_turns = 0  # since a batch was launched; a whole round of them means that nothing can run
 
     def event_loop(self) -> None:
         while self.scheduler.running:
@@ -69,13 +69,22 @@ class PipelineLoop:
         if seats.cur_batch is not None:
             scheduler.run_batch(seats.cur_batch)
             self.launched[slot] = scheduler.forward_count
-            self.empty_turns = 0
-        else:
-            self.empty_turns += 1
+        # A pause does not count: what other slots hold may go on when it ends.
+        self.empty_turns = 0 if seats.cur_batch is not None or scheduler.paused else self.empty_turns + 1
         seats.last_batch = seats.cur_batch
-        if self.empty_turns >= len(scheduler.slots) and not scheduler.in_flight:
+        if self.empty_turns >= len(scheduler.slots) and not scheduler.in_flight and not self._make_way():
             scheduler.on_idle()
         self.slot = (slot + 1) % len(scheduler.slots)
+
+    def _make_way(self) -> bool:
+        """Nothing can run. Prompts half computed, one in each slot, may fill the pool between them; then the one that
+        is furthest stays, and the others wait for it in the queue."""
+        stuck = [(seats.chunked_req, seats) for seats in self.scheduler.slots if seats.chunked_req is not None]
+        stuck.sort(key=lambda entry: entry[0].kv.committed_len)
+        for req, seats in stuck[:-1]:
+            self.scheduler.send_back(seats, req)
+            seats.chunked_req = None
+        return len(stuck) > 1
 
 
 class StageRunner(Runner, Protocol):

@@ -160,6 +160,7 @@ class PrefillAdder:
             _expected_growth(req) * (1.0 if req.params.ignore_eos else new_token_ratio)
             for req in (*running_batch.reqs, *neighbors)
         )
+        self.total_offset += sum(req.num_tokens - req.kv.committed_len for req in neighbors)  # prompts half computed
         self.can_run_list: list[Req] = []
         self.new_chunked_req: Req | None = None
 

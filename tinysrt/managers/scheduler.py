@@ -397,10 +397,10 @@ class Scheduler:
         victims: list[Req] = []
         stay = 0 if self._holding_elsewhere(seats) else 1
         while len(order) > stay and not (victims and self._has_decode_room(running)):
-            victims.append(self._send_back(seats, order.pop(0)))
+            victims.append(self.send_back(seats, order.pop(0)))
             running.keep(in_lane_order(running, order))
         if not self._has_decode_room(running) and seats.chunked_req is not None:
-            victims.append(self._send_back(seats, seats.chunked_req))
+            victims.append(self.send_back(seats, seats.chunked_req))
             seats.chunked_req = None
         if not running.is_empty() and not self._has_decode_room(running):
             (last,) = running.reqs
@@ -409,9 +409,10 @@ class Scheduler:
                 last,
                 FinishAbort(f"The KV pool is too small for this request: {self.memory.report()}.", 500, "OutOfMemory"),
             )
-        produced = sum(len(req.output_ids) + RETRACT_DECODE_STEPS for req in running.reqs)
-        allowed = sum(req.max_new_tokens for req in running.reqs) + 1
-        self.new_token_ratio = min(1.0, produced / allowed)
+        if not running.is_empty():
+            produced = sum(len(req.output_ids) + RETRACT_DECODE_STEPS for req in running.reqs)
+            allowed = sum(req.max_new_tokens for req in running.reqs) + 1
+            self.new_token_ratio = min(1.0, produced / allowed)
         self.memory.make_room(len(running) * RETRACT_DECODE_STEPS * (1 if page == 1 else 2))
         logger.warning(
             "KV pool is full: retracted %d requests, %d go on, new token ratio %.3f",
@@ -427,7 +428,8 @@ class Scheduler:
         """A slot for everyone's next token; what nobody holds is evicted for it."""
         return self.memory.make_room(running.decode_tokens_needed(self.limits.page_size))
 
-    def _send_back(self, seats: Seats, req: Req) -> Req:
+    def send_back(self, seats: Seats, req: Req) -> Req:
+        """Into the queue; the caller takes it out of its seat."""
         req.reset_for_retract(self.memory.tree)
         seats.waiting_queue.append(req)
         self.report.retracted += 1
@@ -556,7 +558,7 @@ class Scheduler:
             self.merge_last_batch(seats)
             if message.mode == "retract":
                 for req in [*seats.running_batch.reqs, *([seats.chunked_req] if seats.chunked_req else [])]:
-                    self._send_back(seats, req)
+                    self.send_back(seats, req)
                 seats.running_batch, seats.chunked_req = ScheduleBatch(), None
             elif message.mode == "in_place":
                 for req in self._holding(seats):
