@@ -3,6 +3,7 @@
     docs/benchmarks/NAME.json   written by `tinysrt bench … --json`: figures, machine, versions, commit, command
     {{ benchmarks:targets }}    what was promised, and what the records say
     {{ benchmarks:records }}    every record as tables, and a link to the file
+    {{ benchmarks:NAME }}       one of them, without a heading
 
 `render` is a function of the records alone. A target whose record is not there is "not recorded", never a guess.
 """
@@ -10,7 +11,9 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 Record = Mapping[str, Any]
-_MACRO = re.compile(r"^\{\{ *benchmarks:(targets|records) *\}\}$", re.M)
+_MACRO = re.compile(r"^([ \t]*)\{\{ *benchmarks:([\w-]+) *\}\}$", re.M)
 
 TITLES = {
     "ttft_ms": "TTFT, ms",
@@ -86,15 +89,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "{{ benchmarks:" not in markdown:
         return markdown
     records = read_records(Path(config.docs_dir) / "benchmarks")
-    return _MACRO.sub(lambda match: render(match[1], records), markdown)
+    folder = posixpath.relpath("benchmarks", posixpath.dirname(page.file.src_uri) or ".")
+    return _MACRO.sub(lambda match: textwrap.indent(render(match[2], records, folder), match[1]), markdown)
 
 
 def read_records(folder: Path) -> dict[str, Record]:
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
 
 
-def render(what: str, records: Mapping[str, Record]) -> str:
-    return targets(records) if what == "targets" else "\n".join(section(name, one) for name, one in records.items())
+def render(what: str, records: Mapping[str, Record], folder: str = "benchmarks") -> str:
+    """`folder`: where the records lie, seen from the page."""
+    if what == "targets":
+        return targets(records)
+    if what == "records":
+        return "\n".join(f"### {name}\n\n{section(name, one, folder)}" for name, one in records.items())
+    return section(what, records[what], folder) if what in records else "*(No run is recorded yet.)*\n"
 
 
 # ---- targets -------------------------------------------------------------------------------------------
@@ -124,15 +133,14 @@ def _measured(target: Target, record: Record | None) -> Mapping[str, float] | No
 # ---- records -------------------------------------------------------------------------------------------
 
 
-def section(name: str, record: Record) -> str:
+def section(name: str, record: Record, folder: str) -> str:
     machine = record["machine"]
     versions = ", ".join(f"{key} {machine[key]}" for key in ("tinysrt", "python", "torch", "numba") if key in machine)
     where = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])}), {machine['system']}"
     parts = [
-        f"### {name}\n",
         f"```bash\n{record['command']}\n```\n",
         f"{where}; {versions}; commit `{machine['commit']}`; finished {record['finished']}. "
-        f"[The record](benchmarks/{name}.json).\n",
+        f"[The record]({folder}/{name}.json).\n",
     ]
     renderers: dict[str, Callable[[Record], str]] = {"serve": _serve, "switches": _switches, "offline": _offline}
     return "\n".join([*parts, renderers.get(record["bench"], _rows)(record)]) + "\n"

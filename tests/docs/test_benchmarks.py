@@ -54,6 +54,7 @@ def test_a_ratio_is_judged_by_its_bounds(page: ModuleType) -> None:
 
 
 def test_without_a_record_nothing_is_claimed(page: ModuleType) -> None:
+    assert page.render("switches", {}) == "*(No run is recorded yet.)*\n"
     judged = lines(page.targets({}), "not recorded")
     assert len(judged) == len(page.TARGETS)
 
@@ -81,8 +82,10 @@ def test_switches_and_other_records_become_tables(page: ModuleType) -> None:
     text = page.render("records", {"switches": dict(common, bench="switches", rows=[row, skipped])})
     assert "| radix cache | wall | 20 | 10 | 2 (1.50–2.50) | 2 (1.50–2.50) |" in text
     assert "Not measured: numba kernels: no numba." in text
-    text = page.render("records", {"roofline": dict(common, bench="roofline", rows=[dict(batch=8, floor_ms=4.75)])})
-    assert "| batch | floor_ms |" in text and "| 8 | 4.75 |" in text
+    text = page.render(
+        "roofline", {"roofline": dict(common, bench="roofline", rows=[dict(batch=8, floor_ms=4.75)])}, "../b"
+    )
+    assert "(../b/roofline.json)" in text and "| batch | floor_ms |" in text and "| 8 | 4.75 |" in text
 
 
 def test_the_committed_records_are_whole(page: ModuleType) -> None:

@@ -2,8 +2,8 @@
 
     bytes of the socket ──▶ httptools' parser ──▶ (time of the read, piece of the body) ──▶ events of a stream
 
-On two cores the client takes its time from the server that it measures: a general client spends some hundred
-microseconds of Python on every streamed token. Here a token costs one read and one JSON decode. Every request has a
+On two cores the client takes its time from the server that it measures. Here a token costs one read and one JSON
+decode, about half of the processor time that a general client (httpx) was measured to spend on it. Every request has a
 connection of its own, so none waits behind another one's bytes.
 
 Invariants: a time is taken when the bytes are read, before anything is parsed; a status other than 200, a body that
@@ -63,28 +63,31 @@ async def exchange(
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     writer: asyncio.StreamWriter | None = None
+    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout) as silence:
             port = url.port or (443 if secure else 80)
             reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure or None)
             writer.write(head.encode() + data)
-            await writer.drain()
-        response = _Response()
-        refusal = b""
-        while not response.complete:
-            async with asyncio.timeout(timeout):
+            response = _Response()
+            refusal = b""
+            heard = loop.time()
+            while not response.complete:
                 piece = await reader.read(READ_SIZE)
-            now = time.perf_counter()
-            if not piece:
-                if response.headers and response.ends_with_the_connection():
-                    break
-                raise HttpFailed(f"{method} {path}: the connection ended before the answer did")
-            response.parser.feed_data(piece)
-            taken, response.body = response.body, b""
-            if response.headers and response.parser.get_status_code() != 200:
-                refusal += taken
-            elif taken:
-                yield now, taken
+                now = time.perf_counter()
+                if loop.time() - heard > timeout / 100:  # a timer for each token would cost more than its parsing
+                    heard = loop.time()
+                    silence.reschedule(heard + timeout)
+                if not piece:
+                    if response.headers and response.ends_with_the_connection():
+                        break
+                    raise HttpFailed(f"{method} {path}: the connection ended before the answer did")
+                response.parser.feed_data(piece)
+                taken, response.body = response.body, b""
+                if response.headers and response.parser.get_status_code() != 200:
+                    refusal += taken
+                elif taken:
+                    yield now, taken
         if (status := response.parser.get_status_code()) != 200:
             raise HttpFailed(f"{method} {path} answers {status}: {_short(refusal)}")
     except TimeoutError:
