@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,7 +210,7 @@ def test_a_server_that_cheats_is_refused_at_the_warm_up_and_a_void_run_enters_no
     assert summary == {"W1": {"ttft_ms": {"A": {"median": 1.0, "min": 1.0, "max": 1.0}}}, "W2": {}}
 
 
-def test_a_server_that_does_not_come_up_again_voids_its_round_and_an_interrupt_keeps_what_is_done(
+def test_a_server_that_does_not_come_up_again_voids_its_round_and_a_termination_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(managed, "IDLE_WINDOW", 0.05)
@@ -219,7 +222,8 @@ def test_a_server_that_does_not_come_up_again_voids_its_round_and_an_interrupt_k
         if len(starts) == 2:
             raise StartupError("address in use")
         if len(starts) == 4:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)  # as Ctrl-C: `timeout` sends it
+            time.sleep(5)
         return start(self)
 
     monkeypatch.setattr(ManagedServer, "__enter__", fickle)

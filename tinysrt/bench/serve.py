@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
@@ -141,6 +142,16 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """On uvloop: the client shares the cores with the server that it measures."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM (of `timeout`, say) ends the servers that we started and keeps the figures, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -332,9 +343,10 @@ def main(argv: Sequence[str]) -> int:
     sides, plan = sides_of(args), plan_of(args)
     runs: list[Run] = []
     try:
-        for done in measure(sides, plan):
-            runs.append(done)
-            print(one_line(done), file=sys.stderr)
+        with termination_as_interrupt():
+            for done in measure(sides, plan):
+                runs.append(done)
+                print(one_line(done), file=sys.stderr)
     except KeyboardInterrupt:
         if not runs:
             raise
