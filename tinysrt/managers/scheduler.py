@@ -505,7 +505,9 @@ class Scheduler:
     def _reject_what_can_never_run(self) -> None:
         """Nothing runs, and still the first waiting request was refused. Its size was checked on arrival, so this is
         our own bug; its client gets an answer all the same, and the queue moves on."""
-        if not self.seats.waiting_queue or not self.seats.running_batch.is_empty() or self.seats.last_batch is not None:
+        if any(not seats.running_batch.is_empty() or seats.last_batch is not None for seats in self.slots):
+            return
+        if not self.seats.waiting_queue:
             return
         req = self.seats.waiting_queue[0]
         logger.error("request %s cannot be admitted to an empty server: %s", req.rid, self.memory.report())
