@@ -109,4 +109,3 @@ def test_queries_may_lie_apart():
     assert not apart.is_contiguous()
     out = extend_attention(apart, *case.cache, case.starts, case.prefix_lens, case.scale)
     assert_close(out, attention(case))
-

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tinysrt.model_executor.attention.base import AttentionBackend, DecodeLanes
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
+from tinysrt.model_executor.upload import to_device
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ class TritonBackend(AttentionBackend):
             return DecodeLanes.of(batch)
         news = batch.extend_seq_lens
         n = len(news) - sum(1 for _ in takewhile(lambda new: new == 1, reversed(news)))
-        # One copy to the device; from pinned memory it waits for nothing.
-        host = torch.tensor([0, *accumulate(news[:n]), *batch.extend_prefix_lens[:n]], dtype=torch.int64)
-        if batch.positions.device.type == "cuda":
-            host = host.pin_memory()
-        numbers = host.to(batch.positions.device, non_blocking=True)
+        numbers = to_device([0, *accumulate(news[:n]), *batch.extend_prefix_lens[:n]], batch.positions.device)
         return ExtendPlan(
             positions=batch.positions,
             slots=batch.out_cache_loc,
