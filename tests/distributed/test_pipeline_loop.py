@@ -73,7 +73,7 @@ class PipelineMachine(SchedulerMachine):
 
 
 PipelineMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPipelineMachine = PipelineMachine.TestCase
 
