@@ -1,7 +1,7 @@
-"""Ranks as threads of one process. A group is an object like any other, so several fit; they talk over real gloo sockets.
+"""Ranks as threads of one process. A group is an object like any other, so several fit; they talk over real gloo.
 
-Each rank has a thread of its own, a model runner with its part of the weights, and a whole scheduler. `step` lets all of
-them take one step and compares their states afterwards.
+Each rank has a thread of its own, a model runner with its part of the weights, and a whole scheduler. `step` lets all
+of them take one step and compares their states afterwards.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from tinysrt.model_executor.layers.embedding import Embedding
 from tinysrt.model_executor.layers.lm_head import LMHead
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.models.llama import MLP
+from tinysrt.model_executor.models.qwen3 import Qwen3ForCausalLM
 from tinysrt.model_executor.weights import load_model
 from tinysrt.sampling_params import SamplingParams
 
@@ -77,12 +78,12 @@ def test_a_sum_is_the_same_bits_on_every_rank(tmp_path: Path, tp: int) -> None:
     sums = in_ranks(tp, tmp_path, lambda parallel: parallel.all_reduce(parts[parallel.rank].clone()))
     assert all(torch.equal(sums[0], other) for other in sums)
     assert torch.equal(sums[0], parts.float().sum(0).bfloat16())
-    gathered = (
-        in_ranks(tp, tmp_path / "again", lambda parallel: parallel.all_gather(parts[parallel.rank]))
-        if (tmp_path / "again").mkdir() is None
-        else []
-    )
-    assert all(torch.equal(whole, torch.cat(list(parts), dim=-1)) for whole in gathered)
+
+
+def test_gathered_parts_stand_side_by_side(tmp_path: Path) -> None:
+    parts = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(1))
+    for whole in in_ranks(3, tmp_path, lambda parallel: parallel.all_gather(parts[parallel.rank])):
+        assert torch.equal(whole, torch.cat(list(parts), dim=-1))
 
 
 @pytest.mark.parametrize("length", [0, 1, FRAME - 9, FRAME - 8, FRAME - 7, 3 * FRAME])
@@ -165,8 +166,6 @@ def test_ranks_together_hold_the_checkpoint_and_no_more(tmp_path: Path, checkpoi
 
     def names_and_sizes(parallel: ParallelState) -> dict[str, int]:
         with torch.device("meta"):
-            from tinysrt.model_executor.models.qwen3 import Qwen3ForCausalLM
-
             model = Qwen3ForCausalLM(config, kernels=REFERENCE, parallel=parallel)
         return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
@@ -235,7 +234,7 @@ def test_ranks_answer_like_hugging_face(
 
 
 def test_a_mixture_of_experts_is_sharded_too(tmp_path: Path, checkpoint: Any) -> None:
-    folder, reference = checkpoint("qwen3-moe")
+    folder, reference = checkpoint("qwen3_moe")
     asked = prompts(7, (5, 17, 30))
     with Ranks(folder, tmp_path, tp=2) as ranks:
         assert_greedy(reference, asked, ranks.generate(asked))
@@ -264,7 +263,6 @@ def test_dice_are_thrown_alike(tmp_path: Path, checkpoint: Any, loop: str) -> No
         outbox = ranks.ranks[0].outbox
         assert FlushCacheReqOutput(success=True, message="Cache flushed.") in outbox.messages
         assert all(len(outbox.output_ids(f"r{i}")) == 25 for i in range(8) if i not in (1, 7))
-        assert not ranks.ranks[1].outbox.outs or loop, "only rank 0 has an outbox outside of tests"
 
 
 @pytest.mark.parametrize("flags", [{"tp": 2}, {"pp": 2}])
