@@ -90,8 +90,8 @@ for bucket, replay in graphs.replays.items():
 
 # %%
 for call in graphs.replays[8].__self__.calls[:24]:
-    shapes = [tuple(result.shape) for result in call.results]
-    print(f"{call.operator.name():42}", shapes or "writes into its arguments")
+    made = [tuple(result.shape) for result in call.results if result is not None]
+    print(f"{call.operator.name():42}", made or "writes into its arguments")
 
 # %% [markdown]
 # Look for `index_copy_`: K and V go into their slots. No call has a result that depends on a length: where positions

@@ -243,6 +243,18 @@ def test_the_tape_plays_views_writes_in_place_and_many_results() -> None:
         assert torch.equal(out, replayed)
 
 
+def test_the_tape_keeps_what_an_operator_returns_beside_what_it_writes() -> None:
+    """`rope_and_store` fills the KV pool and returns rotated queries; the next call reads the queries."""
+    library = torch.library.Library("tinysrt_test", "DEF")
+    library.define("fill_and_return(Tensor x, Tensor(a!) y) -> Tensor")
+    library.impl("fill_and_return", lambda x, y: y.copy_(x) * 2, "CompositeExplicitAutograd")
+    x, y, out = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    replay = TapeCapture().capture(lambda: out.copy_(torch.ops.tinysrt_test.fill_and_return(x, y) + 1))
+    x.fill_(5.0)
+    replay()
+    assert y.tolist() == [5.0] * 3 and out.tolist() == [11.0] * 3
+
+
 def test_kernels_that_read_lengths_on_the_host_are_refused_by_name(tmp_path: Path) -> None:
     """The plain PyTorch grouped GEMM asks the host how many rows each expert has."""
     save_tiny_model("qwen3_moe", tmp_path)

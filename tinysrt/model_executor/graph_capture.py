@@ -100,18 +100,18 @@ ALLOCATIONS = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empt
 
 @dataclass(frozen=True)
 class Call:
-    """One operator call. `results`: the tensors that the call made; a replay writes its new results into them, because
-    later calls on the tape read them. Empty where the call wrote into its arguments."""
+    """One operator call. `results`: the tensors that the call returned; a replay writes its new results into them,
+    because later calls on the tape read them. None for one that the call has written itself, being its argument."""
 
     operator: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: list[Tensor]
+    results: list[Tensor | None]
 
     def replay(self) -> None:
         returned = self.operator(*self.args, **self.kwargs)
-        if self.results:
-            for old, new in zip(self.results, tensors_in(returned), strict=True):
+        for old, new in zip(self.results, tensors_in(returned), strict=True):
+            if old is not None:
                 old.copy_(new)
 
 
@@ -132,14 +132,11 @@ class Tape(TorchDispatchMode):
             raise CaptureError(f"{func} looks at the values of a tensor, which a captured step cannot do")
         with torch._C.DisableTorchFunction():  # what an operator does inside is its own business
             returned = func(*args, **kwargs)
-        name = func._schema.name
-        if func._schema.is_mutable:
-            self.calls.append(Call(func, args, kwargs, []))
-        elif name not in ALLOCATIONS:
-            made = tensors_in(returned)
-            taken = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
-            if not any(memory_of(tensor) in taken for tensor in made):
-                self.calls.append(Call(func, args, kwargs, made))
+        given = {memory_of(tensor) for tensor in tensors_in([args, kwargs])}
+        results = [None if memory_of(tensor) in given else tensor for tensor in tensors_in(returned)]
+        makes_something = any(result is not None for result in results)
+        if func._schema.is_mutable or (makes_something and func._schema.name not in ALLOCATIONS):
+            self.calls.append(Call(func, args, kwargs, results))
         return returned
 
     def replay(self) -> None:
