@@ -45,21 +45,21 @@ POOL_TOKENS = 12_288
 
 def shared_prefix(draws: Draws) -> list[Want]:
     """Eight questions about one long text."""
-    prefix = draws.prompt(draws.size(512))
+    prefix = draws.prompt(draws.size(384))
     return [Want(prefix + draws.prompt(draws.size(32)), draws.size(8)) for _ in range(8)]
 
 
 def long_among_readers(draws: Draws) -> list[Want]:
-    """Four streams decode; a prompt of 2,048 tokens arrives. The last Want is the newcomer."""
-    readers = [Want(draws.prompt(draws.size(32)), max(8, draws.size(64))) for _ in range(4)]
-    return [*readers, Want(draws.prompt(draws.size(2048)), 1, late=4)]
+    """Four streams decode; a prompt of 1,024 tokens arrives. The last Want is the newcomer."""
+    readers = [Want(draws.prompt(draws.size(32)), max(8, draws.size(24))) for _ in range(4)]
+    return [*readers, Want(draws.prompt(draws.size(1024)), 1, late=4)]
 
 
 def many_short_prompts(draws: Draws) -> list[Want]:
     return [Want(draws.prompt(draws.size(24)), 1) for _ in range(32)]
 
 
-def decode_of(batch: int, context: int = 128, steps: int = 48) -> Callable[[Draws], list[Want]]:
+def decode_of(batch: int, context: int = 128, steps: int = 40) -> Callable[[Draws], list[Want]]:
     def wants(draws: Draws) -> list[Want]:
         return [Want(draws.prompt(draws.size(context)), max(6, draws.size(steps))) for _ in range(batch)]
 
@@ -109,6 +109,7 @@ class Switch:
 
 
 PAGES = dict(page_size=16)
+NO_GRAPH, GRAPH = dict(disable_cuda_graph=True), dict(graph_capture="cuda")
 COMPILED = dict(enable_torch_compile=True, cuda_graph_bs_decode=[1, 8])
 
 SWITCHES = (
@@ -137,7 +138,7 @@ SWITCHES = (
         {"wall": wall},
     ),
     Switch("overlap", dict(disable_overlap_schedule=True), {}, decode_of(8), {"decode step, batch 8": decode_step}),
-    Switch("pages of 16", {}, PAGES, decode_of(16, context=256), {"decode step, batch 16": decode_step}, quick=False),
+    Switch("pages of 16", {}, PAGES, decode_of(8, context=256), {"decode step, batch 8": decode_step}, quick=False),
     Switch(
         "numba kernels, batch 1",
         dict(attention_backend="torch_native"),
@@ -147,11 +148,11 @@ SWITCHES = (
         quick=False,
     ),
     Switch(
-        "numba kernels, batch 16",
+        "numba kernels, batch 8",
         dict(attention_backend="torch_native"),
         dict(attention_backend="numba"),
-        decode_of(16, context=256),
-        {"decode step, batch 16": decode_step, "wall": wall},
+        decode_of(8, context=256),
+        {"decode step, batch 8": decode_step, "wall": wall},
     ),
     Switch(
         "numba kernels, prefill",
@@ -161,6 +162,8 @@ SWITCHES = (
         {"TTFT of 1,024 tokens": last_ttft},
         quick=False,
     ),
+    Switch("CUDA graph, batch 1", NO_GRAPH, GRAPH, decode_of(1), {"decode step, batch 1": decode_step}),
+    Switch("CUDA graph, batch 16", NO_GRAPH, GRAPH, decode_of(16), {"decode step, batch 16": decode_step}, quick=False),
     Switch("compiled step, batch 1", {}, COMPILED, decode_of(1), {"decode step, batch 1": decode_step}, quick=False),
     Switch("compiled step, batch 8", {}, COMPILED, decode_of(8), {"decode step, batch 8": decode_step}, quick=False),
 )
@@ -289,8 +292,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--compile", action="store_true", help="the compiled step too: a minute more, and a C++ compiler"
     )
-    parser.add_argument("--pairs", type=int, help="default 5; with --quick 2")
-    parser.add_argument("--scale", type=float, default=1.0, help="shrinks the workloads (default 1)")
+    parser.add_argument("--pairs", type=int, help="default 3; with --quick 2")
+    parser.add_argument("--scale", type=float, help="shrinks the workloads (default 1; with --quick 0.4)")
     parser.add_argument("--seed", type=int, default=0)
     report.add_output_flags(parser)
     args = parser.parse_args(argv)
@@ -309,8 +312,9 @@ def main(argv: Sequence[str]) -> int:
         for switch in chosen:
             print(f"{switch.name:32} {', '.join(switch.figures)}")
         return 0
-    pairs = args.pairs or (2 if args.quick else 5)
-    if not chosen or pairs < 1 or not args.scale > 0:
+    pairs = (2 if args.quick else 3) if args.pairs is None else args.pairs
+    scale = (0.4 if args.quick else 1.0) if args.scale is None else args.scale
+    if not chosen or pairs < 1 or not scale > 0:
         raise StartupError(
             "no switch has such a name; --list tells them" if not chosen else "--pairs or --scale is too small"
         )
@@ -322,8 +326,8 @@ def main(argv: Sequence[str]) -> int:
         max_total_tokens=POOL_TOKENS,
     )
     config = ModelConfig.from_pretrained(str(server_args.model_path), context_length=4096, dtype=args.dtype)
-    bench = Bench(server_args, config, pairs=pairs, seed=args.seed, scale=args.scale)
+    bench = Bench(server_args, config, pairs=pairs, seed=args.seed, scale=scale)
     rows = run_switches(bench, chosen, say=lambda line: print(line, file=sys.stderr))
-    figures = {"model": config.model_type, "dtype": args.dtype, "pairs": pairs, "scale": args.scale, "rows": rows}
+    figures = {"model": config.model_type, "dtype": args.dtype, "pairs": pairs, "scale": scale, "rows": rows}
     report.publish(args, "switches", figures, [table_of(rows, pairs)], lambda f: draw(f, rows), argv=argv)
     return 0
