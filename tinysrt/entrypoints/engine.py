@@ -29,7 +29,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from tinysrt.entrypoints.body import convert
-from tinysrt.errors import RequestError
+from tinysrt.errors import RequestError, StartupError
 from tinysrt.managers.generate_request import GenerateReqInput, refuse_unsupported_fields
 from tinysrt.managers.server_control import ServerStatus
 from tinysrt.managers.tokenizer_manager import TokenizerManager
@@ -49,7 +49,10 @@ _END: Any = object()  # what a stream's last `anext` gives
 class Engine:
     def __init__(self, *, server_args: ServerArgs | None = None, **flags: Any):
         """`flags`: any field of ServerArgs, in our names or SGLang's (`tp_size`). Returns when the model is loaded."""
-        args = prepare(server_args or ServerArgs.from_kwargs(**flags))
+        asked = server_args or ServerArgs.from_kwargs(**flags)
+        if asked.node_rank > 0:
+            raise StartupError(f"node 0 answers; start node {asked.node_rank} with `tinysrt serve` and the same flags")
+        args = prepare(asked)
         self.server_args = args
         self._launched = launch(args)
         self._closed = False

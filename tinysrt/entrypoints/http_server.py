@@ -45,7 +45,7 @@ from tinysrt.managers.tokenizer_manager import TokenizerManager
 from tinysrt.messages import ShutdownReq
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.observe.trace import Recorder
-from tinysrt.processes import launch, prepare
+from tinysrt.processes import launch, prepare, run_node
 from tinysrt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,12 @@ async def _answer_error(request: Request, exc: Exception) -> Response:
 
 def serve(server_args: ServerArgs) -> int:
     """Serve until told to stop; the exit code. StartupError: it cannot start, in one line."""
+    if server_args.node_rank > 0:  # node 0 serves; this machine only computes
+        try:
+            with _sigterm_interrupts():
+                return run_node(prepare(server_args))
+        except KeyboardInterrupt:
+            return 130
     with _reserved_port(server_args.host, server_args.port) as listener:
         try:
             with _sigterm_interrupts():
