@@ -121,6 +121,7 @@ BENCHES = {
     "radix": "the prefix tree alone",
     "overlap": "the overlapped loop against the normal one",
     "kernels": "each kernel of each set, on a model's shapes",
+    "gpu": "checks the GPU half on a GPU: right or wrong first, then times against floors",
     "roofline": "what this machine can do, and the floor of a step",
 }
 
