@@ -14,6 +14,7 @@ from tinysrt.bench import kernels, machine_rates, roofline, steps
 from tinysrt.bench.model_cost import ModelCost, Rates, Work, _seen
 from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE
+from tinysrt.model_executor.layers.linear import can_pack
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.server_args import ServerArgs
 
@@ -151,7 +152,7 @@ def test_bench_kernels_times_every_kernel_of_the_model(request, family, tmp_path
     assert {(row["kernel"], row["phase"]) for row in rows} == {
         *(
             (name, phase)
-            for name in ("add_rms_norm", "rope_and_store", "silu_and_mul")
+            for name in ("add_rms_norm", "rope_and_store", "silu_and_mul", "linear")
             for phase in ("decode", "prefill")
         ),
         ("decode_attention", "decode"),
@@ -162,7 +163,8 @@ def test_bench_kernels_times_every_kernel_of_the_model(request, family, tmp_path
     for row in rows:
         assert row["speedup"]["reference"] == 1 and all(value > 0 for value in row["us"].values())
         assert all(error < 1e-4 for error in row["error"].values()), row
-        assert ("torch_native" in row["us"]) == row["kernel"].endswith("_attention")
+        own = row["kernel"].endswith("_attention") or row["kernel"] == "linear" and can_pack(torch.ones(1))
+        assert ("torch_native" in row["us"]) == own
     assert "rope_and_store" in capsys.readouterr().out
 
 

@@ -1,7 +1,8 @@
 """`tinysrt bench kernels`: every kernel of every set, on the shapes of a model, timed in turns.
 
     reference      kernels/reference.py: the definition
-    torch_native   the same, but for attention: what the backend torch_native computes for whole batches
+    torch_native   the same, but for attention (what the backend torch_native computes for whole batches) and for the
+                   projections (packed for oneDNN, where that exists)
     numba          on a CPU      ┐ only where its package is installed;
     triton         on CUDA       ┘ --kernels names what must be there
 
@@ -33,6 +34,7 @@ from tinysrt.kernels.kernel_set import NAMES, REFERENCE, KernelSet, load_kernels
 from tinysrt.mem_cache.memory_pool import KVPool
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from tinysrt.model_executor.layers.linear import Linear, can_pack
 from tinysrt.model_executor.layers.moe import group_by_expert
 from tinysrt.model_executor.layers.rotary import rope_cache
 from tinysrt.model_executor.model_config import ModelConfig, resolve_model_path
@@ -40,6 +42,7 @@ from tinysrt.model_executor.sizing import runtime_dtype, usable_cores
 from tinysrt.text.demo_model import ensure_demo_model
 
 POOL_BYTES = 256 * 2**20  # of all layers of the bench's KV pool together
+LINEAR_BYTES = 64 * 2**20  # of the layers of its projection
 SAMPLE_SECONDS = 1e-3  # a faster kernel is called several times in a row
 
 Call = Callable[[], Any]
@@ -50,7 +53,8 @@ class Case:
     kernel: str
     phase: str  # decode or prefill
     shape: str
-    make: Callable[[KernelSet], Call]  # the kernel of a set with its arguments, ready to be called
+    # The kernel of a set with its arguments, ready to be called; None: this set has none for them.
+    make: Callable[[KernelSet], Call | None]
     torch_native: Call | None = None  # where the backend of this name does not call the reference
 
 
@@ -98,6 +102,7 @@ def decode_cases(scene: Scene, batch_size: int, context: int) -> list[Case]:
     shape = f"{batch_size} x {context}"
     return [
         *token_cases(scene, "decode", batch),
+        linear_case(scene, "decode", batch_size),
         Case("decode_attention", "decode", shape, attention, backend_call(scene, batch, q)),
         sampling_case(scene, batch_size),
         *expert_cases(scene, "decode", batch_size),
@@ -120,7 +125,8 @@ def prefill_cases(scene: Scene, new: int, prefix: int) -> list[Case]:
     case = Case("extend_attention", "prefill", f"{new} after {prefix}", attention, backend_call(scene, batch, q))
     if prefix:
         return [case]  # nothing else looks at the prefix
-    return [*token_cases(scene, "prefill", batch), case, *expert_cases(scene, "prefill", new)]
+    linear = linear_case(scene, "prefill", new)
+    return [*token_cases(scene, "prefill", batch), linear, case, *expert_cases(scene, "prefill", new)]
 
 
 def backend_call(scene: Scene, batch: ForwardBatch, q: Tensor) -> Call:
@@ -164,6 +170,34 @@ def token_cases(scene: Scene, phase: str, batch: ForwardBatch) -> list[Case]:
             lambda kernels: lambda: kernels.silu_and_mul(gate_up),
         ),
     ]
+
+
+def linear_case(scene: Scene, phase: str, tokens: int) -> Case:
+    """Gate and up together, the largest projection of a layer: as F.linear, packed, and by a set's own kernel."""
+    config = scene.config
+    x = scene.random(tokens, config.hidden_size)
+    outputs = 2 * config.intermediate_size
+    copies = LINEAR_BYTES // (outputs * config.hidden_size * scene.dtype.itemsize)
+    weights = [scene.random(outputs, config.hidden_size) * 0.02 for _ in range(max(1, min(copies, config.num_layers)))]
+
+    def call(kernels: KernelSet | None) -> Call:
+        layers = []
+        for weight in weights:
+            layers.append(Linear(config.hidden_size, [outputs]))
+            layers[-1].weight = torch.nn.Parameter(weight, requires_grad=False)
+            if kernels is not None:
+                layers[-1].pack(kernels)
+        turns = itertools.cycle(layers)
+        return lambda: next(turns)(x)
+
+    def make(kernels: KernelSet) -> Call | None:
+        if kernels is REFERENCE:
+            return call(None)
+        own = tokens <= kernels.few_rows and scene.dtype == torch.bfloat16
+        return call(kernels) if own else None
+
+    packed = call(REFERENCE) if can_pack(weights[0]) else None
+    return Case("linear", phase, f"{tokens} x {config.hidden_size} x {outputs}", make, packed)
 
 
 def sampling_case(scene: Scene, rows: int) -> Case:
@@ -216,10 +250,9 @@ def candidates(device: torch.device, asked: Sequence[str] | None) -> tuple[dict[
 
 
 def measure(case: Case, sets: dict[str, KernelSet], rounds: int, device: torch.device) -> dict[str, Any]:
-    calls = {"reference": case.make(REFERENCE)}
-    if case.torch_native is not None:
-        calls["torch_native"] = case.torch_native
-    calls |= {name: case.make(kernels) for name, kernels in sets.items()}
+    made = {"reference": case.make(REFERENCE), "torch_native": case.torch_native}
+    made |= {name: case.make(kernels) for name, kernels in sets.items()}
+    calls = {name: call for name, call in made.items() if call is not None}
     results = {name: flat(call()) for name, call in calls.items()}  # all of the same layer
     errors = {name: difference(case.kernel, result, results["reference"]) for name, result in results.items()}
     repeats = {name: max(1, int(SAMPLE_SECONDS / seconds(call, device))) for name, call in calls.items()}
@@ -263,7 +296,7 @@ def make_table(rows: list[dict[str, Any]], names: list[str], title: str) -> Tabl
         cells = []
         for name in names:
             if name not in row["us"]:
-                cells.append("")  # torch_native calls the reference itself
+                cells.append("")  # nothing of its own: torch_native calls the reference, others torch_native
             elif name == "reference":
                 cells.append(report.number(row["us"][name]))
             else:
