@@ -16,6 +16,9 @@ import pytest
 
 from tests.bench import fake_server
 from tests.bench.fake_server import VOCAB, FakeServer
+from tests.e2e.server import Server
+from tests.model_executor.harness import save_tiny_model
+from tests.text.tiny_tokenizers import byte_level
 from tinysrt.bench import managed, serve
 from tinysrt.bench.dialects import DIALECTS, Answer, Client, RunVoid
 from tinysrt.bench.managed import ManagedServer, free_port, is_healthy
@@ -286,3 +289,23 @@ def test_the_vocabulary_comes_from_the_models_folder_or_from_a_flag(tmp_path: Pa
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments: list[str], said: str) -> None:
     with pytest.raises(StartupError, match=said):
         serve.main(arguments)
+
+
+@pytest.mark.e2e
+def test_a_real_server_gives_both_doors_exactly_what_is_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tokenizer = byte_level().hf
+    save_tiny_model(
+        "llama", folder, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=8192
+    )
+    tokenizer.save_pretrained(folder)
+    with Server(tmp_path, "--model-path", str(folder), "--num-threads", "1") as server:
+        server.wait_ready()
+        common = ["--url", server.url, "--scale", "0.1", "--pairs", "1", "--workloads"]
+        file = tmp_path / "out.json"
+        assert serve.main([*common, *WORKLOADS, "--json", str(file)]) == 0
+        summary = json.loads(file.read_text())["summary"]
+        assert list(summary) == list(WORKLOADS)
+        assert summary["W3"]["cached_tokens"]["A"]["median"] > 0 and summary["W3B"]["cached_tokens"]["A"]["median"] > 0
+        others = [name for name in WORKLOADS if name != "W3B"]  # our OpenAI door gives no token ids to feed back
+        assert serve.main([*common, *others, "--dialect", "openai"]) == 0

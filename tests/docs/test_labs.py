@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 LABS = sorted((Path(__file__).parents[2] / "labs").glob("[0-9][0-9]_*.py"))
-WITH_A_MODEL = ("01_",)
+WITH_A_MODEL = ("01_", "06_")
 
 
 def lab(source: Path) -> Any:

@@ -31,6 +31,7 @@ class Ask:
     ids: list[int]
     max_tokens: int
     stream: bool = False
+    want_ids: bool = False  # the answer's token ids are needed, not only their number
 
 
 @dataclass
@@ -96,8 +97,8 @@ class OpenAI:
         }
         if ask.stream:  # usage in every event where the server can, so that a token without text counts when it comes
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-        else:
-            body["return_token_ids"] = True  # vLLM's; others ignore it
+        if ask.want_ids:
+            body["return_token_ids"] = True  # vLLM's own; who does not know it ignores or refuses it
         return body
 
     def read(self, event: dict[str, Any], at: float, answer: Answer) -> None:
@@ -153,10 +154,16 @@ class Client:
     timeout: float = 600.0  # seconds without a byte
 
     async def ask(
-        self, ids: list[int], max_tokens: int, *, stream: bool = False, on_event: Callable[[Answer], None] | None = None
+        self,
+        ids: list[int],
+        max_tokens: int,
+        *,
+        stream: bool = False,
+        want_ids: bool = False,
+        on_event: Callable[[Answer], None] | None = None,
     ) -> Answer:
         """One request from first byte to last; RunVoid unless it brings exactly `max_tokens` tokens."""
-        ask = Ask(ids, max_tokens, stream)
+        ask = Ask(ids, max_tokens, stream, want_ids)
         body = self.dialect.body(ask, self.model)
         answer = Answer(sent=time.perf_counter())
         try:

@@ -130,7 +130,7 @@ async def w3b(client: Client, draws: Draws) -> Figures:
         history, answers = list(system), []
         for words in mine:
             history += words
-            answer = await client.ask(list(history), draws.size(32))
+            answer = await client.ask(list(history), draws.size(32), want_ids=True)
             if answer.output_ids is None or len(answer.output_ids) != answer.completion_tokens:
                 raise RunVoid("W3B feeds the answer back, and this server does not say its token ids")
             history += answer.output_ids
