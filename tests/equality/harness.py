@@ -138,7 +138,7 @@ class Model:
         args = ServerArgs(
             model_path=str(self.folder), device="cpu", dtype="float32", max_total_tokens=self.pool_tokens,
             max_running_requests=40, page_size=16, num_threads=1, graph_capture=graph,
-            cuda_graph_bs_decode=[1, 4] if graph == "compile" else [1, 2, 4, 6, 12, 24],
+            cuda_graph_bs_decode=[2] if graph == "compile" else [1, 2, 4, 6, 12, 24],
         ).resolve()  # fmt: skip
         runner = ModelRunner(args, self.config, trace=Recorder("test"))
         runner.capture_graphs(args)

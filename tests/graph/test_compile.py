@@ -36,16 +36,18 @@ def test_without_a_compiler_the_start_up_stops_and_says_what_to_install(
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a compiler on a busy machine
 def test_compiled_steps_give_the_references_tokens(model: Model) -> None:
-    """Alone, four together, five together (one more than the largest bucket), with penalties and scores."""
+    """One bucket, of two lanes: one request with padding, two, then more than it takes; penalties and scores."""
     prompts = catalog()[5:10]
-    asks = [Ask(f"r{i}", prompt, at=3 * i).having(max_new_tokens=LENGTH) for i, prompt in enumerate(prompts)]
-    asks.append(Ask("penalized", prompts[0], at=2, logprobs=True, top=2).having(frequency_penalty=0.7))
-    asks.append(Ask("drawn", prompts[1], SamplingParams(temperature=0.8, sampling_seed=5, max_new_tokens=9), at=4))
+    asks = [Ask("r0", prompts[0]).having(max_new_tokens=LENGTH), Ask("r1", prompts[1], at=4, logprobs=True, top=2)]
+    asks[1] = asks[1].having(max_new_tokens=LENGTH, frequency_penalty=0.7)
+    drawn = SamplingParams(temperature=0.8, sampling_seed=5, max_new_tokens=9)
+    asks += [Ask(f"r{i}", prompts[i], drawn, at=LENGTH + 8) for i in (2, 3, 4)]
     ledger = Ledger()
     with RealEngine(model, Switches("overlap", graph="compile")) as engine:
         answers = engine.play(asks)
-        assert engine.replayed > LENGTH / 2 and engine.widest > 4
+        assert engine.replayed >= LENGTH and engine.widest == 3
     for ask in asks:
         ledger.check(model, ask, answers[ask.rid])
     assert ledger.excused == 0
@@ -53,23 +55,24 @@ def test_compiled_steps_give_the_references_tokens(model: Model) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_compiled_padding_writes_the_reserved_slot_only_and_the_step_is_the_eager_one(model: Model) -> None:
     runner = model.runner_for("compile")
     graphs, pool = graphs_of(runner), runner.kv_pool
     buffers = [*pool.k_buffer, *pool.v_buffer]
     graphs.lanes.table[:] = graphs.lanes.padding
-    # input ids, rows, positions, lengths, slots of three lanes in the bucket of four
-    graphs.lanes.table[:, :3] = torch.tensor([[9, 20, 31], [1, 2, 3], [2, 0, 4], [3, 1, 5], [100, 101, 102]])
+    # input id, row, position, length and slot of one lane in the bucket of two
+    graphs.lanes.table[:, :1] = torch.tensor([[9], [1], [2], [3], [100]])
     before = [buffer.clone() for buffer in buffers]
     with torch.inference_mode():
-        graphs.replays[4]()
-        compiled, after = graphs.logits[:3].clone(), [buffer.clone() for buffer in buffers]
+        graphs.replays[2]()
+        compiled, after = graphs.logits[:1].clone(), [buffer.clone() for buffer in buffers]
         for buffer, saved in zip(buffers, before, strict=True):
             buffer.copy_(saved)
-        graphs.step(4)()
-    torch.testing.assert_close(compiled, graphs.logits[:3], rtol=1e-4, atol=1e-4)
-    mine = torch.tensor([slot in (0, 100, 101, 102) for slot in range(len(before[0]))])
+        graphs.step(2)()
+    torch.testing.assert_close(compiled, graphs.logits[:1], rtol=1e-4, atol=1e-4)
+    mine = torch.tensor([slot in (0, 100) for slot in range(len(before[0]))])
     for old, new, eager in zip(before, after, buffers, strict=True):
         assert torch.equal(old[~mine], new[~mine])
-        torch.testing.assert_close(new[100:103], eager[100:103])
+        torch.testing.assert_close(new[100], eager[100])
     assert not psutil.Process().children(recursive=True), "the compiler's helpers have gone"
