@@ -13,7 +13,7 @@ from tinysrt.bench import gpu, gpu_correct, gpu_speed
 from tinysrt.bench.gpu import FAIL, MISSING, PASS, SKIPPED, TINY, Bench, Line, passed, run_section
 from tinysrt.kernels.kernel_set import REFERENCE
 
-TOY = ["--device", "cpu", "--size", "tiny"]
+TOY = ["--device", "cpu", "--size", "tiny", "--time-limit", "1000"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 

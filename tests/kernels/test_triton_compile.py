@@ -117,6 +117,9 @@ def test_what_ships_fits_the_chip_and_uses_it(plan: tuple, tmp_path: Path) -> No
         "decode", "merge", "extend", "rms_norm", "add_rms_norm", "silu_and_mul", "rope_and_store", "grouped_gemm",
         "sample",
     }  # fmt: skip
+    chapter = (ROOT / "docs/chapters/19-triton-kernels.md").read_text(encoding="utf-8")
+    for row in rows:  # the table there is of these launches; its numbers come from a recorded run
+        assert f"| {row['kernel']} | {row['case']} | {row['chip']} |" in chapter
 
 
 @pytest.mark.soak

@@ -156,7 +156,7 @@ def other_launches(kernels: KernelSet, dtype: torch.dtype) -> dict[str, Callable
     return {
         "hidden 4096": lambda: kernels.rms_norm(x, weight, 1e-6),
         "24 heads of 128": lambda: kernels.rms_norm(heads, head_weight, 1e-6),
-        "hidden 4096 ": lambda: kernels.add_rms_norm(x, x.float(), weight, 1e-6),
+        "hidden 4096, sum": lambda: kernels.add_rms_norm(x, x.float(), weight, 1e-6),
         "width 14336": lambda: kernels.silu_and_mul(zeros(64, 2 * 14336, dtype=dtype)),
         "32 + 2 x 8 heads of 128": lambda: kernels.rope_and_store(
             qkv, zeros(64), torch.zeros(99, 128), pool, pool.clone(), zeros(64), 32
