@@ -69,8 +69,8 @@ def test_decode_attention(lens, shape, window, thread_count):
     assert_close(out, attention(case, window))
 
 
-@MANY
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=6), shapes, windows, threads)
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=4), shapes, windows, threads)
 def test_extend_attention(requests, shape, window, thread_count):
     torch.set_num_threads(thread_count)
     case = make_case([new for new, _ in requests], [old for _, old in requests], **shape)
@@ -234,6 +234,17 @@ def test_sample_tokens(vocab, flat, seed, thread_count):
     case = sampling_case(vocab, flat, seed)
     clear = ~near_an_edge(*case)
     assert torch.equal(NUMBA.sample_tokens(*case)[clear], reference.sample_tokens(*case)[clear])
+
+
+def test_equal_logits_rank_by_id_wherever_a_loop_meets_them():
+    """Their weights may differ in the last bit; once 37 outranked 5 for it, in code fresh from the compiler."""
+    logits = torch.full((1, 40), -9.0)
+    logits[0, 0], logits[0, [5, 37]] = 2.0, 1.2345678
+    one, two, off = torch.ones(1), torch.tensor([2]), torch.zeros(1)
+    numbers = [torch.tensor([u], dtype=torch.float64) for u in (0.1, 0.999)]
+    for temperature in (0.7, 1.3, 2.0086):
+        drawn = [int(NUMBA.sample_tokens(logits, one * temperature, two, one, off, u)) for u in numbers]
+        assert drawn == [0, 5]
 
 
 def test_a_row_without_a_distribution_harms_nobody():

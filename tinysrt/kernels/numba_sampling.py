@@ -1,16 +1,18 @@
 """One token per row, without sorting the vocabulary. A ticket is a row.
 
-All three filters keep a prefix of the tokens in the order of their probability (equal ones by id), so the only question
-is where the prefix ends. Weights are 2^x, the best one is 1; they are counted in buckets of a sixteenth of an octave:
+All three filters keep a prefix of the tokens in the order of their logits (equal ones by id), so the only question is
+where the prefix ends. Tokens are counted in buckets by their distance from the best logit:
 
     bucket     0   1   2   3   4 ...      best first
     tokens     1   0   4  11  38
-    mass     1.0   0  .9 2.1 6.0
+    mass     1.0   0  .9 2.1 6.0          2^x each, the best one 1
                            ▲  the prefix ends in this bucket: top_k, top_p or min_p is crossed here
 
-Better buckets are kept whole, worse ones dropped whole, and only this one is sorted. Then one walk over the ids finds
-the token at which the running sum of kept weights exceeds the row's uniform number. Sums are float64, in the order of
-ids, so a row's token depends on nothing but its own numbers. Meaning: `reference.py`.
+Order is decided by the logits, never by the weights: equal logits may get weights that differ in their last bit, one in
+the vector part of a loop and one in its remainder. Better buckets are kept whole, worse ones dropped whole, and only
+this one is sorted. Then one walk over the ids finds the token at which the running sum of kept weights exceeds the
+row's uniform number. Sums are float64, in the order of ids, so a row's token depends on nothing but its own numbers.
+Meaning: `reference.py`.
 """
 
 from __future__ import annotations
@@ -33,45 +35,49 @@ from tinysrt.kernels.numba_runtime import (
     launch,
 )
 
-BITS_OF_ONE = 0x3F800000
-BUCKET_SHIFT = 19  # 4 of the 23 bits after the leading one, and the exponent
-BUCKETS = (BITS_OF_ONE >> BUCKET_SHIFT) + 1
+BUCKET_SHIFT = 19  # of the 23 bits behind the leading one 4 are kept, and the exponent
+BUCKETS = (0x7F800000 >> BUCKET_SHIFT) + 1  # the last one: logits of -inf
 
 
 @inner
-def _bucket(weight):
-    return (BITS_OF_ONE - bits_of(weight)) >> BUCKET_SHIFT
+def _bucket(distance):
+    """Sixteen buckets for each doubling of the distance from the best logit."""
+    return bits_of(distance) >> BUCKET_SHIFT
 
 
 @inner
-def _end_of_prefix(weights, vocab, total, top_k, top_p, min_p):
-    """Where the kept tokens end: (bucket, weight, id) of the last one. Weight 2: none of its bucket is kept."""
+def _end_of_prefix(logits, weights, vocab, best, total, top_k, top_p, min_p):
+    """Where the kept tokens end: (bucket, distance, id) of the last one. Distance -1: none of its bucket is kept."""
     counts, masses = np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS, np.float64)
+    lightest = np.full(BUCKETS, np.inf, np.float32)
     for i in range(vocab):
-        bucket = _bucket(weights[i])
+        bucket = _bucket(best - logits[i])
         counts[bucket] += 1
         masses[bucket] += weights[i]
-    lowest = _bucket(min(max(min_p, np.float32(0.0)), np.float32(1.0)))  # min_p ends the prefix here at the latest
+        lightest[bucket] = min(lightest[bucket], weights[i])
     rank, mass, crossed = 0, 0.0, 0
-    while crossed < lowest and rank + counts[crossed] < top_k and mass + masses[crossed] <= top_p * total:
+    while crossed < BUCKETS - 1:
+        if rank + counts[crossed] >= top_k or mass + masses[crossed] > top_p * total or lightest[crossed] < min_p:
+            break
         rank += counts[crossed]
         mass += masses[crossed]
         crossed += 1
-    members, worst_first = np.empty(counts[crossed], np.int64), np.empty(counts[crossed], np.float32)
+    members, distances = np.empty(counts[crossed], np.int64), np.empty(counts[crossed], np.float32)
     found = 0
     for i in range(vocab):
-        if _bucket(weights[i]) == crossed:
-            members[found], worst_first[found] = i, -weights[i]
+        distance = best - logits[i]
+        if _bucket(distance) == crossed:
+            members[found], distances[found] = i, distance
             found += 1
-    last_weight, last_id = np.float32(2.0), -1
-    for place in np.argsort(worst_first, kind="mergesort"):  # stable: equal weights stay in the order of ids
-        weight = -worst_first[place]
+    last_distance, last_id = np.float32(-1.0), -1
+    for place in np.argsort(distances, kind="mergesort"):  # stable: equal ones stay in the order of ids
+        weight = weights[members[place]]
         if rank >= top_k or mass > top_p * total or weight < min_p:
             break
-        last_weight, last_id = weight, members[place]
+        last_distance, last_id = distances[place], members[place]
         rank += 1
         mass += weight
-    return crossed, last_weight, last_id
+    return crossed, last_distance, last_id
 
 
 @inner
@@ -85,12 +91,12 @@ def _sample_row(logits, weights, vocab, temperature, top_k, top_p, min_p, unifor
     if not np.isfinite(total):
         return 0  # no distribution: the sampler names such rows by their maximum
     if top_k < vocab or top_p < np.float32(1.0) or min_p > np.float32(0.0):
-        crossed, last_weight, last_id = _end_of_prefix(weights, vocab, total, top_k, top_p, min_p)
+        crossed, last_distance, last_id = _end_of_prefix(logits, weights, vocab, best, total, top_k, top_p, min_p)
         total = 0.0
         for i in range(vocab):
-            weight = weights[i]
-            bucket = _bucket(weight)
-            beyond = weight < last_weight or (weight == last_weight and i > last_id)
+            distance = best - logits[i]
+            bucket = _bucket(distance)
+            beyond = distance > last_distance or (distance == last_distance and i > last_id)
             if bucket > crossed or (bucket == crossed and beyond):
                 weights[i] = np.float32(0.0)
             total += weights[i]
