@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tinysrt.bench import gpu, gpu_correct, gpu_speed
-from tinysrt.bench.gpu import FAIL, MISSING, PASS, SKIPPED, TINY, Bench, Line, passed, run_section
+from tinysrt.bench.gpu import passed, run_section
+from tinysrt.bench.gpu_bench import FAIL, MISSING, PASS, SKIPPED, TINY, Bench, Line
 from tinysrt.kernels.kernel_set import REFERENCE
 
 TOY = ["--device", "cpu", "--size", "tiny", "--time-limit", "1000"]

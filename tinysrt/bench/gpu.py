@@ -13,8 +13,8 @@ Llama-3-8B. Sections run in this order, each by itself: one that fails does not 
 if every line that can be right or wrong is right. Without a GPU nothing is checked, the word is "skipped", and the
 status is 0, since nothing has failed.
 
-gpu_correct.py holds sections 2 to 5, gpu_speed.py the others. `--device cpu --size tiny` runs the sections that a CPU
-can run on toy shapes with the reference kernels: that tests this bench, not the kernels.
+gpu_correct.py holds sections 2 to 5, gpu_speed.py the others, gpu_bench.py what they share. `--device cpu --size tiny`
+runs the sections on toy shapes with the reference kernels: that tests this bench, not the kernels.
 """
 
 from __future__ import annotations
@@ -27,132 +27,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from tinysrt.bench import report
-from tinysrt.bench.model_cost import Rates
-from tinysrt.kernels.kernel_set import KernelSet, load_kernels
+from tinysrt.bench import gpu_correct, gpu_speed, report
+from tinysrt.bench.gpu_bench import FAIL, FULL, PASS, SKIPPED, TINY, Bench, Line
+from tinysrt.kernels.kernel_set import load_kernels
 
 LAST_LINES = 40  # what a terminal, or whoever cuts the output, still shows
-PASS, FAIL, SEEN, SKIPPED, MISSING = "pass", "FAIL", "", "skipped", "missing"
-
-QWEN3_06B = dict(
-    model_type="qwen3", vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-    num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, rms_norm_eps=1e-6,
-    rope_theta=1_000_000.0, max_position_embeddings=40_960, architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
-)  # fmt: skip
-LLAMA3_8B = dict(
-    model_type="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False, rms_norm_eps=1e-5,
-    rope_theta=500_000.0, max_position_embeddings=8192, architectures=["LlamaForCausalLM"], dtype="bfloat16",
-)  # fmt: skip
-TOY = dict(
-    QWEN3_06B, vocab_size=40_960, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, dtype="float32",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sizes:
-    models: dict[str, dict[str, Any]]  # name → config.json; the first one is used where one is enough
-    dtypes: list[str]  # of the kernel cases
-    head_dims: list[int]
-    groups: list[int]
-    longest: int  # positions of the longest request in the kernel cases
-    vocab: int  # of the sampling case
-    prompt: int  # section 3
-    buckets: list[int]
-    decode_batches: list[int]
-    context: int
-    prefills: list[tuple[int, int]]  # (requests, tokens)
-    steps: int  # repetitions that are timed
-    streams: int
-    stream_prompt: int
-    stream_tokens: int
-
-
-FULL = Sizes(
-    models={"Qwen3-0.6B": QWEN3_06B, "Llama-3-8B": LLAMA3_8B},
-    dtypes=["bfloat16", "float16"],
-    head_dims=[64, 128],
-    groups=[1, 2, 3, 4, 8],
-    longest=1025,
-    vocab=151_936,
-    prompt=300,
-    buckets=[1, 2, 4, 8, 16, 64, 256],
-    decode_batches=[1, 64, 256],
-    context=1024,
-    prefills=[(1, 8192), (8, 1024)],
-    steps=20,
-    streams=64,
-    stream_prompt=512,
-    stream_tokens=128,
-)
-TINY = Sizes(
-    models={"toy": TOY},
-    dtypes=["float32"],
-    head_dims=[32],
-    groups=[1, 3],
-    longest=40,
-    vocab=300,
-    prompt=40,
-    buckets=[1, 2, 4],
-    decode_batches=[1, 4],
-    context=64,
-    prefills=[(1, 64), (2, 32)],
-    steps=3,
-    streams=4,
-    stream_prompt=24,
-    stream_tokens=6,
-)
-
-
-@dataclass(frozen=True)
-class Line:
-    """One row of the final table. `value`: an error, or percent of the floor."""
-
-    section: str
-    case: str
-    measured: str = ""
-    reference: str = ""
-    value: str = ""
-    verdict: str = SEEN
-
-
-@dataclass
-class Bench:
-    """What the sections share. They only add lines and details; section 1 sets the rates."""
-
-    device: torch.device
-    sizes: Sizes
-    kernels: KernelSet
-    folder: Path  # for checkpoints and logs, removed at the end
-    deadline: float  # time.monotonic()
-    lines: list[Line] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)  # for the JSON file
-    rates: Rates | None = None
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def backend(self) -> str:
-        return self.kernels.name
-
-    def say(self, line: Line) -> None:
-        self.lines.append(line)
-        print(" · ".join(part for part in asdict(line).values() if part), file=sys.stderr, flush=True)
-
-    def verdict(self, section: str, case: str, right: bool, **more: str) -> None:
-        self.say(Line(section, case, **more, verdict=PASS if right else FAIL))
 
 
 class OutOfTime(Exception):
@@ -224,23 +111,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    from tinysrt.bench.gpu_correct import graphs, kernels_against_float64, model_against_transformers, overlap
-    from tinysrt.bench.gpu_speed import decode, environment, peers, prefill, server
-
     cli = parse(argv)
     if cli.device == "cuda" and not torch.cuda.is_available():
         print("There is no GPU here (PyTorch finds no CUDA device): nothing was checked. skipped")
         return 0
     sections: dict[str, Section] = {
-        "1 environment": environment,
-        "2 kernels": kernels_against_float64,
-        "3 model": model_against_transformers,
-        "4 graphs": graphs,
-        "5 overlap": overlap,
-        "6 decode": decode,
-        "7 prefill": prefill,
-        "8 server": server,
-        "9 peers": peers,
+        "1 environment": gpu_speed.environment,
+        "2 kernels": gpu_correct.kernels_against_float64,
+        "3 model": gpu_correct.model_against_transformers,
+        "4 graphs": gpu_correct.graphs,
+        "5 overlap": gpu_correct.overlap,
+        "6 decode": gpu_speed.decode,
+        "7 prefill": gpu_speed.prefill,
+        "8 server": gpu_speed.server,
+        "9 peers": gpu_speed.peers,
     }
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="tinysrt-gpu-") as folder:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinysrt.bench.gpu import Bench, Line
+from tinysrt.bench.gpu_bench import Bench, Line, step_ms
 from tinysrt.bench.overlap import Side
 from tinysrt.bench.steps import decode_batch, make_batch, make_runner, prefill_batch
 from tinysrt.kernels import reference
@@ -375,8 +375,6 @@ def overlap(bench: Bench) -> None:
             side.scheduler.worker.close()
     bench.verdict("5 overlap", "on and off: the same tokens", tokens[True] == tokens[False],
                   measured=f"{size} requests, {steps} tokens each")  # fmt: skip
-    from tinysrt.bench.gpu_speed import step_ms
-
     device_ms = step_ms(runner, decode_batch(runner, size, 64), bench.sizes.steps)
     shown = f"on {gap[True]:.3f} ms, off {gap[False]:.3f} ms"
     bench.say(Line("5 overlap", f"a step of {size}, scheduler included", shown, f"device {device_ms:.3f} ms",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,17 +21,13 @@ import torch.nn.functional as F
 
 from tinysrt.bench import machine_rates, report
 from tinysrt.bench.dialects import DIALECTS, Answer, Client
-from tinysrt.bench.gpu import MISSING, SKIPPED, Bench, Line
+from tinysrt.bench.gpu_bench import MISSING, SKIPPED, Bench, Line, step_ms, timed_ms
 from tinysrt.bench.gpu_correct import config_folder, runner_of
 from tinysrt.bench.managed import ManagedServer
 from tinysrt.bench.model_cost import ModelCost, Rates, Work
 from tinysrt.bench.steps import decode_batch, prefill_batch
-from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.model_runner import ModelRunner
-
-WARM_UP = 3
-
 
 # ---- 1 environment ---------------------------------------------------------------------------------------
 
@@ -76,18 +71,6 @@ def rates_of(bench: Bench) -> Rates:
     if bench.rates is None:
         raise RuntimeError("section 1 has measured no ceilings")
     return bench.rates
-
-
-@torch.inference_mode()
-def timed_ms(work: Callable[[], Any], device: torch.device, steps: int) -> float:
-    """Median of single calls."""
-    for _ in range(WARM_UP):
-        work()
-    return statistics.median(machine_rates.seconds(work, device) for _ in range(steps)) * 1e3
-
-
-def step_ms(runner: ModelRunner, batch: ForwardBatch, steps: int) -> float:
-    return timed_ms(lambda: runner.forward(batch), runner.device, steps)
 
 
 def percent(floor_s: float, found_ms: float) -> str:
