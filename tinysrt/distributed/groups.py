@@ -8,8 +8,8 @@ A group is a PyTorch process group, made from an explicit store and kept in an o
 
 On a CPU a collective is small and latency is all: a decode step of a 30-layer model makes 60 all-reduces of a few
 kilobytes. So each rank sends its part straight to every other and adds the parts up in the order of ranks, which also
-makes the sum the same bits everywhere. gloo's own all-reduce goes through a thread pool and took ten times as long for
-2 KB between two busy processes. For many ranks and long prompts it would move less; that is what NCCL is for.
+makes the sum the same bits everywhere. gloo's own all-reduce hands the work to a thread first and goes round a ring of
+ranks (lab 5 measures both). For many ranks and long prompts it would move less; that is what NCCL is for.
 
 gloo waits in the kernel, so an idle rank costs nothing, and a send ends only once its receiver asks for the data: sends
 are started and waited for later. When a rank dies its sockets close, and every wait for it fails at once: `RankLost`.
