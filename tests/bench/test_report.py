@@ -36,8 +36,8 @@ def test_a_plot_of_an_unknown_kind_is_one_line(tmp_path) -> None:
 
 
 def test_a_record_names_machine_versions_and_command_and_hides_the_home_folder(monkeypatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    made = report.record("radix", {"rows": [1 / 3], "path": "/home/someone/model"}, ["--json", "a b"])
+    monkeypatch.setenv("HOME", "/homes/someone")
+    made = report.record("radix", {"rows": [1 / 3], "path": "/homes/someone/model"}, ["--json", "a b"])
     assert made["command"] == "tinysrt bench radix --json 'a b'"
     assert made["rows"] == [0.333333] and made["path"] == "~/model"
     assert {"cpu", "cores", "python", "tinysrt", "torch"} <= set(made["machine"])

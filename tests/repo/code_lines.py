@@ -77,6 +77,11 @@ def everything() -> list[Path]:
     return [path for path in paths if "bench" not in path.relative_to(PACKAGE).parts and code_lines(path.read_text())]
 
 
+def fast_kernels() -> list[Path]:
+    """The same functions for a second and a third time: `kernels/reference.py` is what they mean."""
+    return [path for path in everything() if path.name.startswith(("numba_", "triton_"))]
+
+
 if __name__ == "__main__":
     for path in everything():
         mark = "*" if path in request_path() else " "
