@@ -28,8 +28,8 @@
 # %% [markdown]
 # ## A pool, a table, a request
 #
-# Neighboring positions in neighboring slots would be neat; a pool after an hour of serving is not. So this request's slots
-# are drawn at random.
+# Neighboring positions in neighboring slots would be neat; a pool after an hour of serving is not. So this request's
+# slots are drawn at random.
 
 # %%
 import torch
