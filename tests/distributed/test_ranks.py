@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 from torch import Tensor
 
 from tests.distributed.harness import Ranks, in_ranks, request
+from tests.e2e.server import free_port
 from tests.equality.reference import TIE, Reference
 from tests.model_executor.harness import save_tiny_model
 from tests.text.tiny_tokenizers import bytes_only
+from tinysrt.distributed import rendezvous
 from tinysrt.distributed.groups import FRAME, Tag
 from tinysrt.distributed.parallel_state import SINGLE, ParallelState
+from tinysrt.distributed.ranks import Seat
 from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE
 from tinysrt.messages import (
@@ -34,6 +39,7 @@ from tinysrt.model_executor.models.llama import MLP
 from tinysrt.model_executor.models.qwen3 import Qwen3ForCausalLM
 from tinysrt.model_executor.weights import load_model
 from tinysrt.sampling_params import SamplingParams
+from tinysrt.server_args import ServerArgs
 
 VOCAB = 301  # padded to 320, so the last rank's rows end in padding
 
@@ -84,6 +90,15 @@ def test_gathered_parts_stand_side_by_side(tmp_path: Path) -> None:
     parts = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(1))
     for whole in in_ranks(3, tmp_path, lambda parallel: parallel.all_gather(parts[parallel.rank])):
         assert torch.equal(whole, torch.cat(list(parts), dim=-1))
+
+
+@pytest.mark.parametrize("where", ["file", "tcp"])
+def test_ranks_that_never_come_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(rendezvous, "JOIN_TIMEOUT", timedelta(seconds=0.5))
+    port = free_port() if where == "tcp" else None
+    args = ServerArgs(tensor_parallel_size=3, device="cpu", nccl_port=port)
+    with pytest.raises(StartupError, match=re.escape("after 0.5 s these of 3 ranks are still missing: [1, 2]")):
+        rendezvous.join(args, Seat(), str(tmp_path))
 
 
 @pytest.mark.parametrize("length", [0, 1, FRAME - 9, FRAME - 8, FRAME - 7, 3 * FRAME])

@@ -30,20 +30,21 @@ JOIN_TIMEOUT = timedelta(seconds=600)  # the other nodes may start much later
 def join(args: ServerArgs, seat: Seat, directory: str) -> ParallelState:
     """Meet the other ranks of this replica; returns when all are there. `directory`: the server's own."""
     tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
+    if args.device == "cuda":
+        if seat.local >= torch.cuda.device_count():
+            ranks = f"{args.ranks_on_this_machine()} ranks need as many GPUs on this machine"
+            raise StartupError(f"{ranks}; PyTorch finds {torch.cuda.device_count()}")
+        torch.cuda.set_device(seat.local)
     if tp * pp == 1:
         return replace(SINGLE, local=seat.local)
     rank = seat.pp_rank * tp + seat.tp_rank
     store, address = _store(args, seat, rank, tp * pp, directory)
-    try:
-        messages = GlooGroup(dist.PrefixStore("all", store), rank, tp * pp, address)
-    except RuntimeError as error:
-        where = args.dist_init_addr or "on this machine"
-        raise StartupError(f"the other ranks did not come together {where}: {_first_line(error)}") from error
+    _wait_for_all(store, rank, tp * pp)
+    messages = GlooGroup(dist.PrefixStore("all", store), rank, tp * pp, address)
     stage = dist.PrefixStore(f"stage{seat.pp_rank}", store)
     tensors: Group | None
     stages: Group | None
     if args.device == "cuda":
-        torch.cuda.set_device(seat.local)
         tensors = NcclGroup(stage, seat.tp_rank, tp) if tp > 1 else None
         stages = NcclGroup(dist.PrefixStore("stages", store), rank, tp * pp) if pp > 1 else None
     else:
@@ -51,6 +52,17 @@ def join(args: ServerArgs, seat: Seat, directory: str) -> ParallelState:
         tensors = GlooGroup(stage, seat.tp_rank, tp, address) if tp > 1 else None
         stages = GlooGroup(dist.PrefixStore("stages", store), rank, tp * pp, address) if pp > 1 else None
     return ParallelState(seat.tp_rank, tp, seat.pp_rank, pp, seat.local, tensors, stages, Messenger(messages))
+
+
+def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
+    """gloo would wait without an end for a machine that was never started."""
+    store.set(f"rank{rank}", "here")
+    try:
+        store.wait([f"rank{other}" for other in range(size)], JOIN_TIMEOUT)
+    except RuntimeError as error:
+        missing = [other for other in range(size) if not store.check([f"rank{other}"])]
+        seconds = JOIN_TIMEOUT.total_seconds()
+        raise StartupError(f"after {seconds:g} s these of {size} ranks are still missing: {missing}") from error
 
 
 def _store(args: ServerArgs, seat: Seat, rank: int, size: int, directory: str) -> tuple[dist.Store, str]:

@@ -180,7 +180,7 @@ class NativeApi:
             "timestamp": time.time(),
             "version": package_version(),
             "accelerator": self.server_args.device,
-            "num_accelerators": len(loads),
+            "num_accelerators": self.server_args.ranks_on_this_machine() * self.server_args.nnodes,
             "loads": loads,
         }
 
