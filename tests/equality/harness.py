@@ -66,6 +66,7 @@ class Switches:
     tight: bool = False  # a small pool, an admission that hopes too much, and now and then everyone is sent back
     policy: str = "lpm"
     graph: str = "none"  # tape, compile: how decode steps are captured, see `graph_capture.py`
+    backend: str = "numba"  # torch_native, numba: kernels and attention
 
     def __str__(self) -> str:
         words = [
@@ -75,6 +76,7 @@ class Switches:
             f"page{self.page}",
             self.policy,
             self.graph,
+            self.backend,
         ]
         return "-".join(words + ["mixed"] * self.mixed + ["tight"] * self.tight)
 
@@ -88,6 +90,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "tight": (False, True),
     "policy": ("lpm", "fcfs", "dfs-weight", "lof", "random"),
     "graph": ("none", "tape"),
+    "backend": ("numba", "torch_native"),
 }
 
 
@@ -123,21 +126,21 @@ class Model:
     folder: Path
     reference: Reference
     pool_tokens: int = 4096
-    runners: dict[str, ModelRunner] = field(default_factory=dict)  # by way of capturing
+    runners: dict[tuple[str, str], ModelRunner] = field(default_factory=dict)  # by way of capturing and backend
 
     @cached_property
     def config(self) -> ModelConfig:
         return ModelConfig.from_pretrained(str(self.folder), dtype="float32")
 
-    def runner_for(self, graph: str) -> ModelRunner:
-        if graph not in self.runners:
-            self.runners[graph] = self._make_runner(graph)
-        return self.runners[graph]
+    def runner_for(self, graph: str, backend: str = "numba") -> ModelRunner:
+        if (graph, backend) not in self.runners:
+            self.runners[graph, backend] = self._make_runner(graph, backend)
+        return self.runners[graph, backend]
 
-    def _make_runner(self, graph: str) -> ModelRunner:
+    def _make_runner(self, graph: str, backend: str) -> ModelRunner:
         args = ServerArgs(
             model_path=str(self.folder), device="cpu", dtype="float32", max_total_tokens=self.pool_tokens,
-            max_running_requests=40, page_size=16, num_threads=1, graph_capture=graph,
+            max_running_requests=40, page_size=16, num_threads=1, graph_capture=graph, attention_backend=backend,
             cuda_graph_bs_decode=[2] if graph == "compile" else [1, 2, 4, 6, 12, 24],
         ).resolve()  # fmt: skip
         runner = ModelRunner(args, self.config, trace=Recorder("test"))
@@ -148,10 +151,9 @@ class Model:
     def runner(self) -> ModelRunner:
         return self.runner_for("none")
 
-    @property
-    def can_capture(self) -> bool:
+    def can_capture(self, backend: str) -> bool:
         """The plain PyTorch experts ask the host how many rows each gets, which a captured step cannot."""
-        return self.config.hf_config.model_type != "qwen3_moe" or self.runner.attention.kernels.name != "torch_native"
+        return self.config.hf_config.model_type != "qwen3_moe" or backend != "torch_native"
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -225,7 +227,7 @@ class RealEngine:
             chunked_prefill_size=switches.chunk, page_size=switches.page, enable_mixed_chunk=switches.mixed,
             schedule_policy=switches.policy, **server_args,
         ).resolve()  # fmt: skip
-        runner = model.runner_for(switches.graph if model.can_capture else "none")
+        runner = model.runner_for(switches.graph if model.can_capture(switches.backend) else "none", switches.backend)
         self.graphs, page = runner.graphs, switches.page
         self.replayed_before = self.graphs.replayed if self.graphs is not None else 0
         self.capacity = capacity or runner.max_total_num_tokens
