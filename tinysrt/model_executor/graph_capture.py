@@ -200,10 +200,10 @@ class CompileCapture:
     """Dynamo turns the step into one graph, Inductor fuses its small operations and generates C++ for them, matmuls
     with the weights as constants.
 
-    `freezing`: the weights are part of the graph, laid out once as its matmuls like them. `max_autotune`: several kinds
-    of matmul are timed for each shape. The graph is called without guards (the checks that its assumptions still hold):
-    the step closes over static buffers, nothing about it ever changes, and checking some hundred tensors before each
-    step would cost as much as an attention layer.
+    `freezing`: the weights are part of the graph, laid out once as its matmuls like them. (Inductor could also time
+    several kinds of matmul for each shape, `max_autotune`: minutes a bucket, for little.) The graph is called without
+    guards (the checks that its assumptions still hold): the step closes over static buffers, nothing about it ever
+    changes, and checking some hundred tensors before each step would cost as much as an attention layer.
     """
 
     name = "compile"
@@ -214,13 +214,11 @@ class CompileCapture:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
 
     def capture(self, step: Step) -> Step:
-        options: dict[str, Any] = {
-            "freezing": True,
-            "max_autotune": True,
-            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        }
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         # Dynamo keeps what it compiles by code object; without guards it could not tell two buckets apart.
         twin = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, closure=step.__closure__)
         compiled = torch.compile(twin, fullgraph=True, dynamic=False, options=options)
-        compiled()
+        # As an option of torch.compile, freezing would come too late: Dynamo itself asks whether weights are constants.
+        with torch._inductor.config.patch(freezing=True):
+            compiled()
         return compiled
