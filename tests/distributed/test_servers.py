@@ -23,6 +23,7 @@ from tests.distributed.test_ranks import VOCAB, assert_greedy, prompts
 from tests.e2e.server import ROOT, STOP_SECONDS, Server, free_port
 from tests.equality.reference import Reference
 from tests.model_executor.harness import save_tiny_model
+from tinysrt.entrypoints import engine as engine_module
 from tinysrt.entrypoints.engine import Engine
 from tinysrt.errors import RequestError, StartupError
 
@@ -41,6 +42,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Reference]:
     folder = tmp_path_factory.mktemp("qwen3")
     shape = dict(num_attention_heads=8, num_key_value_heads=2, vocab_size=VOCAB)
     return str(folder), Reference(save_tiny_model("qwen3", folder, **shape))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine it takes a process some seconds to leave."""
+    monkeypatch.setattr(engine_module, "CHILDREN_GRACE_S", 60.0)
 
 
 def ask(engine: Engine, asked: list[list[int]], **params: Any) -> list[dict[str, Any]]:
