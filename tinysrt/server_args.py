@@ -24,6 +24,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import logging
 import os
 import random
 import re
@@ -35,6 +36,8 @@ from decimal import Decimal
 from typing import Any
 
 from tinysrt.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
 HUMAN_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -351,6 +354,8 @@ class ServerArgs:
             main = "triton"
         if main is None:
             main = "torch_native" if half or importlib.util.find_spec("numba") is None else "numba"
+            if not half and main == "torch_native":
+                logger.warning("numba is not installed: attention runs in plain PyTorch (%s)", INSTALL["numba"])
         return {name: kernels or main for name, kernels in asked.items()}
 
     def _graph_capture(self, on_cpu: bool) -> str:
