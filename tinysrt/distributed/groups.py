@@ -32,7 +32,9 @@ from tinysrt.errors import RankLost
 
 # Nothing here times out: a server may be idle for weeks, and a rank that died closes its sockets.
 FOREVER = timedelta(days=3650)
-SENDS_IN_FLIGHT = 64  # a sender waits for its oldest send before it starts one more
+# To each other rank; a sender waits for its oldest send before it starts one more, and that is where it notices that a
+# receiver is gone: an idle rank 0, which says something once a second, after so many seconds.
+SENDS_IN_FLIGHT = 16
 FRAME = 4096  # bytes; what is longer follows in a second piece
 
 
@@ -93,7 +95,7 @@ class GlooGroup:
         """Returns at once; `x` must not change afterwards."""
         x = x.contiguous()
         with _loss_noticed():
-            while len(self._sending) >= SENDS_IN_FLIGHT:
+            while len(self._sending) >= SENDS_IN_FLIGHT * (self.size - 1):
                 self._sending.popleft()[0].wait()
             self._sending.append((self.group.send([x], to, tag), x))
 
