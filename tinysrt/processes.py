@@ -155,7 +155,8 @@ class Launched:
     def _watch(self, on_death: Callable[[str], None]) -> None:
         alive = list(self.children)
         lost: Child | None = None  # the first that has ended because another one had
-        while alive and not self._stopping.is_set():
+        # With `lost` there may be nobody left alive: a rank that leaves says goodbye to the detokenizer.
+        while (alive or lost) and not self._stopping.is_set():
             ended = wait([child.process.sentinel for child in alive], BLAME_WAIT if lost else WATCH_PERIOD)
             failed = [c for c in alive if c.process.sentinel in ended and c.exit_code() != 0]  # 0 is a goodbye
             alive = [child for child in alive if child.process.sentinel not in ended]
