@@ -17,7 +17,7 @@ from tests.model_executor.harness import (
     reference_logprobs,
     save_tiny_model,
 )
-from tinysrt.model_executor.forward_batch_info import ForwardMode
+from tinysrt.model_executor.forward_batch_info import ForwardMode, LogprobSpec
 from tinysrt.server_args import ServerArgs
 
 STEPS = 12
@@ -113,3 +113,17 @@ def test_decode_steps_replayed_from_a_tape_give_the_same_tokens(family, tmp_path
     scheduler.decode(rows, STEPS)
     for row in rows:
         assert_greedy(model, row, STEPS)
+
+
+@pytest.mark.parametrize("backend", ["torch_native", "numba"])
+def test_norms_of_heads_are_right_in_bfloat16_too(tmp_path, backend):
+    """The joined weight of the head norms is float32 whatever the model's format: kernels read it as that."""
+    model = save_tiny_model("qwen3", tmp_path, dtype=torch.bfloat16).float()
+    runner = make_runner(tmp_path, dtype="bfloat16", attention_backend=backend)
+    scheduler = LittleScheduler(runner)
+    row = scheduler.add(list(range(20, 60)))
+    spec = LogprobSpec([True], [0], [None], [0], [row.ids[1:]])
+    scored = scheduler.prefill([row], logprob=spec).input_scores[0].logprobs
+    expected = reference_logprobs(model, row.ids[:40])[:-1]
+    wanted = expected.gather(1, torch.tensor(row.ids[1:40]).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(scored), wanted, rtol=0.1, atol=0.1)

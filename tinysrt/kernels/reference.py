@@ -23,9 +23,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last axis; `weight` is (dim,), or (heads, dim) for (T, heads, dim)."""
-    normed = F.rms_norm(x, x.shape[-1:], weight if weight.dim() == 1 else None, eps)
-    return normed if weight.dim() == 1 else normed * weight
+    """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32; y has x's format. `weight` is float32,
+    (dim,), or (heads, dim) for (T, heads, dim)."""
+    normed = F.rms_norm(x.float(), x.shape[-1:], weight if weight.dim() == 1 else None, eps)
+    return (normed if weight.dim() == 1 else normed * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class Attention(nn.Module):
     def finish_loading(self) -> None:
         if self.q_norm is not None and self.k_norm is not None:
             rows = [self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)]
-            self.head_norm_weight = torch.cat(rows)
+            self.head_norm_weight = torch.cat(rows).float()  # like every norm's
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         # One view of the fused output: query heads, key heads, value heads. The norm treats the first two alike.
