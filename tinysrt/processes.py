@@ -63,6 +63,7 @@ DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"  # served under this name, not under i
 EXIT_RANK_LOST = 70  # "I only failed because another rank has"
 BLAME_WAIT = 2.0  # seconds in which the rank that has failed first is looked for
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+KEPT_BYTES = 1 << 30  # freed memory that a scheduler process does not give back
 
 # What runs in a child: (server_args, ipc_names, pipe_writer). It returns when it was told to stop.
 Entry = Callable[[ServerArgs, IpcNames, Connection], None]
@@ -198,12 +199,16 @@ def huge_pages() -> Iterator[None]:
 
     A decode step on a CPU reads every weight once. In pages of 4 KB each page costs a look-up that the processor's
     cache of addresses does not hold, and at which reading ahead stops: the matmuls of a step take a third longer and
-    more. The C library reads this variable when a process starts; others (musl, macOS) ignore it.
+    more. And it keeps what it has freed, up to a gigabyte: a prefill needs megabytes for each layer's intermediates,
+    and to get them fresh, zeroed page by page, takes as long as to fill them.
+
+    The C library reads this variable when a process starts; others (musl, macOS) ignore it.
     """
     name = "GLIBC_TUNABLES"
     before = os.environ.get(name)
     if before is None:
-        os.environ[name] = "glibc.malloc.hugetlb=1"
+        limits = f"glibc.malloc.mmap_threshold={KEPT_BYTES}:glibc.malloc.trim_threshold={KEPT_BYTES}"
+        os.environ[name] = f"glibc.malloc.hugetlb=1:{limits}"
     try:
         yield
     finally:

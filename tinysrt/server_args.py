@@ -372,10 +372,6 @@ class ServerArgs:
             raise StartupError("--enable-torch-compile is for CPUs; on a GPU a CUDA graph does its work")
         if asked == "compile" and self.disable_cuda_graph_padding:
             raise StartupError("--enable-torch-compile compiles few batch sizes: not with --disable-cuda-graph-padding")
-        if asked in ("tape", "compile") and self.tensor_parallel_size > 1:
-            raise StartupError(f"{asked!r} cannot capture what ranks say to each other: not with --tp")
-        if asked not in (None, "none") and self.pipeline_parallel_size > 1:
-            raise StartupError("the stages of a pipeline capture nothing: leave --graph-capture out with --pp")
         return asked or ("none" if on_cpu or off or self.pipeline_parallel_size > 1 else "cuda")
 
     def _check_parallel(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.model_executor.harness import save_tiny_model
 from tinysrt.bench import switches
-from tinysrt.bench.in_process import InProcess, Played, Want, load_runner, with_flags
+from tinysrt.bench.in_process import InProcess, Played, Want, with_flags
 from tinysrt.bench.switches import SWITCHES, Bench, Switch, decode_step, last_ttft, longest_gap, run_switches, wall
 from tinysrt.errors import StartupError
 from tinysrt.model_executor.model_config import ModelConfig
@@ -131,8 +131,3 @@ def test_quick_leaves_out_the_dear_ones_and_compile_asks_for_the_dearest(capsys:
     quick, full, compiled = names("--quick"), names(), names("--compile")
     assert len(quick) < len(full) < len(compiled)
     assert {"radix", "chunks,", "overlap"} <= {line.split()[0] for line in quick}
-
-
-def test_a_runner_is_loaded_as_a_scheduler_process_does_it(bench: Bench) -> None:
-    runner = load_runner(with_flags(bench.args), bench.config)
-    assert runner.vocab_size == bench.config.vocab_size

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinysrt.bench.gpu_bench import Bench, Line, step_ms
-from tinysrt.bench.overlap import Side
+from tinysrt.bench.in_process import InProcess, with_scheduler
+from tinysrt.bench.overlap import block
 from tinysrt.bench.steps import decode_batch, make_batch, make_runner, prefill_batch
 from tinysrt.kernels import reference
 from tinysrt.messages import TokenizedGenerateReqInput
@@ -366,13 +367,14 @@ def overlap(bench: Bench) -> None:
     runner, args = runner_of(bench, config_folder(bench, name), size, 256, graphs=bench.sizes.buckets)
     args = replace(args, skip_tokenizer_init=True)
     tokens, gap = {}, {}
+
+    def both(side: InProcess) -> tuple[dict[str, list[int]], float]:
+        return answers(side, size, steps), block(side, size, 32, bench.sizes.steps)  # its first steps are not timed
+
     for on in (False, True):
-        side = Side(runner, args, overlap=on)
-        try:
-            tokens[on] = answers(side, size, steps)
-            gap[on] = side.block(size, 32, bench.sizes.steps) * 1e3  # the first steps are not timed
-        finally:
-            side.scheduler.worker.close()
+        kind = replace(args, disable_overlap_schedule=not on)
+        tokens[on], seconds = with_scheduler(runner, kind, both)
+        gap[on] = seconds * 1e3
     bench.verdict("5 overlap", "on and off: the same tokens", tokens[True] == tokens[False],
                   measured=f"{size} requests, {steps} tokens each")  # fmt: skip
     device_ms = step_ms(runner, decode_batch(runner, size, 64), bench.sizes.steps)
@@ -381,7 +383,7 @@ def overlap(bench: Bench) -> None:
                    f"host gap {gap[True] - device_ms:.3f}, {gap[False] - device_ms:.3f} ms"))  # fmt: skip
 
 
-def answers(side: Side, size: int, steps: int) -> dict[str, list[int]]:
+def answers(side: InProcess, size: int, steps: int) -> dict[str, list[int]]:
     """Requests of different lengths, greedy and sampled, to their ends."""
     for i in range(size):
         greedy = i % 2 == 0
@@ -392,10 +394,10 @@ def answers(side: Side, size: int, steps: int) -> dict[str, list[int]]:
         side.inbox.messages.append(
             TokenizedGenerateReqInput(rid=f"a{i}", reply_to="", input_ids=ids, sampling_params=params)
         )
-    outbox = side.scheduler.outbox
+    outbox = side.outbox
     wanted = {f"a{i}": steps - i % 3 for i in range(size)}
     for _ in range(40 * steps):
-        side.turn(side.inbox.receive(block=False))
-        if all(len(outbox.output_ids(rid)) >= n for rid, n in wanted.items()):  # type: ignore[attr-defined]
+        side.turn()
+        if all(len(outbox.output_ids(rid)) >= n for rid, n in wanted.items()):
             break
-    return {rid: outbox.output_ids(rid) for rid in wanted}  # type: ignore[attr-defined]
+    return {rid: outbox.output_ids(rid) for rid in wanted}

@@ -11,21 +11,24 @@ long prompt is dropped among readers). After each `play` the cache is flushed: a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tinysrt.bench.dialects import RunVoid
-from tinysrt.bench.fake_model import ListInbox
+from tinysrt.bench.fake_model import ListInbox, ListOutbox
 from tinysrt.managers.scheduler import Scheduler
 from tinysrt.managers.scheduler_process import assemble
-from tinysrt.messages import BatchTokenIDOut, FlushCacheReqInput, Message, TokenizedGenerateReqInput
-from tinysrt.model_executor.model_config import ModelConfig
+from tinysrt.messages import BatchTokenIDOut, FlushCacheReqInput, TokenizedGenerateReqInput
 from tinysrt.model_executor.model_runner import ModelRunner
+from tinysrt.model_executor.openmp_team import in_own_thread
 from tinysrt.observe.trace import Recorder
 from tinysrt.sampling_params import SamplingParams
 from tinysrt.server_args import ServerArgs
 
 MAX_STEPS = 100_000
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -35,23 +38,22 @@ class Want:
     late: int = 0  # arrives once every request that is not late has produced so many tokens
 
 
-class TimedOutbox:
-    """Notes when tokens come; the text is nobody's concern here."""
+class TimedOutbox(ListOutbox):
+    """Notes when tokens come."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.arrivals: dict[str, list[float]] = {}  # one entry a token
         self.cached = 0
 
     def to_detokenizer(self, message: BatchTokenIDOut) -> None:
         now = time.perf_counter()
+        super().to_detokenizer(message)
         for out in message.outs:
             times = self.arrivals.setdefault(out.meta.rid, [])
             if not times:
                 self.cached += out.meta.cached_tokens
             times += [now] * len(out.new_ids)
-
-    def to_tokenizer(self, message: Message, reply_to: str | None = None) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class InProcess:
         self.scheduler.limits = replace(limits, max_running_requests=min(allowed, limits.max_running_requests))
         self._step = self.scheduler.step_normal if args.disable_overlap_schedule else self.scheduler.step_overlap
 
+    def turn(self) -> None:
+        """One step of the scheduler, with whatever has been put into the inbox."""
+        self._step(self.inbox.receive(block=False))
+
     def play(self, wants: Sequence[Want]) -> Played:
         self.outbox.arrivals, self.outbox.cached = {}, 0
         early = [i for i, want in enumerate(wants) if not want.late]
@@ -109,7 +115,7 @@ class InProcess:
         for i in early:
             sent[i] = self._send(i, wants[i])
         for _ in range(MAX_STEPS):
-            self._step(self.inbox.receive(block=False))
+            self.turn()
             produced = min(len(self.outbox.arrivals.get(str(i), ())) for i in early)
             while late and produced >= wants[late[0]].late:
                 i = late.pop(0)
@@ -121,7 +127,7 @@ class InProcess:
             if len(times) != want.max_new_tokens:
                 raise RunVoid(f"a request got {len(times)} tokens instead of {want.max_new_tokens}")
         self.inbox.messages.append(FlushCacheReqInput(reply_to=""))
-        self._step(self.inbox.receive(block=False))
+        self.turn()
         return Played(begin, sent, arrivals, self.outbox.cached)
 
     def _send(self, i: int, want: Want) -> float:
@@ -135,11 +141,18 @@ class InProcess:
         self.scheduler.worker.close()
 
 
-def load_runner(args: ServerArgs, config: ModelConfig) -> ModelRunner:
-    """As a scheduler process does it; `args` resolved."""
-    runner = ModelRunner(args, config, trace=Recorder("bench"))
-    runner.capture_graphs(args)
-    return runner
+def with_scheduler(runner: ModelRunner, args: ServerArgs, use: Callable[[InProcess], Result]) -> Result:
+    """`use` a scheduler that is made for it, in a thread of its own: no OpenMP team of one side outlives its turn and
+    slows the other (`model_executor/openmp_team.py`)."""
+
+    def turn() -> Result:
+        side = InProcess(runner, args)
+        try:
+            return use(side)
+        finally:
+            side.close()
+
+    return in_own_thread(turn)
 
 
 def with_flags(args: ServerArgs, **flags: object) -> ServerArgs:

@@ -17,71 +17,48 @@ from typing import Any
 from rich.table import Table
 
 from tinysrt.bench import report
-from tinysrt.bench.fake_model import ListInbox, ListOutbox
-from tinysrt.managers.scheduler import Scheduler
-from tinysrt.managers.scheduler_process import assemble
+from tinysrt.bench.in_process import InProcess, with_scheduler
 from tinysrt.messages import AbortReq, FlushCacheReqInput, TokenizedGenerateReqInput
 from tinysrt.model_executor.model_config import ModelConfig
-from tinysrt.model_executor.model_runner import ModelRunner
+from tinysrt.model_executor.model_runner import ModelRunner, load_runner
 from tinysrt.observe.trace import Recorder
 from tinysrt.sampling_params import SamplingParams
 from tinysrt.server_args import ServerArgs
 from tinysrt.text.demo_model import ensure_demo_model
 
 
-class Side:
-    """A scheduler of one kind around the shared model."""
-
-    def __init__(self, runner: ModelRunner, args: ServerArgs, *, overlap: bool):
-        self.inbox = ListInbox([])
-        self.scheduler: Scheduler = assemble(
-            replace(args, disable_overlap_schedule=not overlap),
-            runner,
-            tokenizer=None,
-            eos_ids=frozenset(),
-            inbox=self.inbox,
-            outbox=ListOutbox(),
-            trace=Recorder("bench"),
+def block(side: InProcess, batch_size: int, prompt: int, steps: int) -> float:
+    """Seconds per decode step of `batch_size` requests; leaves everything free."""
+    for i in range(batch_size):
+        ids = [(i * 7919 + j) % 40_000 + 3 for j in range(prompt)]
+        params = SamplingParams(max_new_tokens=1000, top_k=1, ignore_eos=True)
+        side.inbox.messages.append(
+            TokenizedGenerateReqInput(rid=f"r{i}", reply_to="", input_ids=ids, sampling_params=params)
         )
-        self.turn = self.scheduler.step_overlap if overlap else self.scheduler.step_normal
-
-    def block(self, batch_size: int, prompt: int, steps: int) -> float:
-        """Seconds per decode step of `batch_size` requests; leaves everything free."""
-        for i in range(batch_size):
-            ids = [(i * 7919 + j) % 40_000 + 3 for j in range(prompt)]
-            params = SamplingParams(max_new_tokens=1000, top_k=1, ignore_eos=True)
-            self.inbox.messages.append(
-                TokenizedGenerateReqInput(rid=f"r{i}", reply_to="", input_ids=ids, sampling_params=params)
-            )
-        while len(self.scheduler.seats.running_batch) < batch_size:
-            self.turn(self.inbox.receive(block=False))
-        for _ in range(5):
-            self.turn(self.inbox.receive(block=False))
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.turn(self.inbox.receive(block=False))
-        seconds = (time.perf_counter() - start) / steps
-        self.inbox.messages += [AbortReq(abort_all=True), FlushCacheReqInput(reply_to="")]
-        self.turn(self.inbox.receive(block=False))
-        return seconds
+    while len(side.scheduler.seats.running_batch) < batch_size:
+        side.turn()
+    for _ in range(5):
+        side.turn()
+    start = time.perf_counter()
+    for _ in range(steps):
+        side.turn()
+    seconds = (time.perf_counter() - start) / steps
+    side.inbox.messages += [AbortReq(abort_all=True), FlushCacheReqInput(reply_to="")]
+    side.turn()
+    return seconds
 
 
 def measure(
     runner: ModelRunner, args: ServerArgs, *, batch_size: int, prompt: int, steps: int, pairs: int
 ) -> dict[str, Any]:
-    normal, overlap = (Side(runner, args, overlap=on) for on in (False, True))
-    normal.block(batch_size, prompt, 5)  # warm-up of both
-    overlap.block(batch_size, prompt, 5)
-    rows = [
-        (
-            normal.block(batch_size, prompt, steps),
-            overlap.block(batch_size, prompt, steps),
-            normal.block(batch_size, prompt, steps),
-        )
-        for _ in range(pairs)
-    ]
-    for side in (normal, overlap):
-        side.scheduler.worker.close()
+    kinds = [replace(args, disable_overlap_schedule=off) for off in (True, False, True)]
+
+    def timed(kind: ServerArgs, steps: int) -> float:
+        return with_scheduler(runner, kind, lambda side: block(side, batch_size, prompt, steps))
+
+    for kind in kinds[:2]:
+        timed(kind, 5)  # warm-up
+    rows = [[timed(kind, steps) for kind in kinds] for _ in range(pairs)]
     return {
         "batch_size": batch_size,
         "normal_ms": statistics.median(row[0] for row in rows) * 1e3,
@@ -107,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         model_path=cli.model_path or ensure_demo_model(), dtype=cli.dtype, num_threads=cli.num_threads
     ).resolve()
     config = ModelConfig.from_pretrained(str(args.model_path), context_length=4096, dtype=cli.dtype)
-    runner = ModelRunner(args, config, trace=Recorder("bench"))
+    runner = load_runner(args, config, trace=Recorder("bench"))
     rows = [
         measure(runner, args, batch_size=size, prompt=cli.prompt, steps=cli.steps, pairs=cli.pairs)
         for size in cli.batch_sizes

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from tinysrt.bench import report
-from tinysrt.bench.in_process import InProcess, Played, Want, load_runner, with_flags
+from tinysrt.bench.in_process import Played, Want, with_flags, with_scheduler
 from tinysrt.bench.workloads import Draws
 from tinysrt.errors import StartupError
 from tinysrt.model_executor.model_config import ModelConfig
-from tinysrt.model_executor.model_runner import ModelRunner
+from tinysrt.model_executor.model_runner import ModelRunner, load_runner
+from tinysrt.observe.trace import Recorder
 from tinysrt.server_args import ServerArgs
 from tinysrt.text.demo_model import ensure_demo_model
 
@@ -185,26 +186,22 @@ class Bench:
         """Loaded once for all rows that agree in what a runner reads."""
         key = tuple(str(getattr(args, name)) for name in RUNNER_FLAGS)
         if key not in self._runners:
-            self._runners[key] = load_runner(args, self.config)
+            self._runners[key] = load_runner(args, self.config, trace=Recorder("bench"))
         return self._runners[key]
 
     def measure(self, switch: Switch) -> list[dict[str, Any]]:
         """A row for each figure. A side that this machine cannot have is a StartupError."""
         args = [with_flags(self.args, **flags) for flags in (switch.off, switch.on)]
-        sides = [InProcess(self.runner(one), one) for one in args]
-        try:
-            rows = []
-            for pair in range(-1, self.pairs):  # the first is a warm-up
+        rows = []
+        for pair in range(-1, self.pairs):  # the first is a warm-up
 
-                def play(side: InProcess, pair: int = pair) -> Played:
-                    return side.play(switch.wants(Draws(self.config.vocab_size, self.seed + 1 + pair, 0, self.scale)))
+            def play(one: ServerArgs, pair: int = pair) -> Played:
+                wants = switch.wants(Draws(self.config.vocab_size, self.seed + 1 + pair, 0, self.scale))
+                return with_scheduler(self.runner(one), one, lambda side: side.play(wants))
 
-                off, on, again = play(sides[0]), play(sides[1]), play(sides[0])
-                if pair >= 0:
-                    rows.append((off, on, again))
-        finally:
-            for side in sides:
-                side.close()
+            off, on, again = play(args[0]), play(args[1]), play(args[0])
+            if pair >= 0:
+                rows.append((off, on, again))
         return [_row(switch.name, name, figure, rows) for name, figure in switch.figures.items()]
 
 

@@ -11,8 +11,8 @@ only when they are asked for: a CPU server runs without triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import Any
 
@@ -41,13 +41,14 @@ class KernelSet:
     few_rows: int = 0  # how many it takes
 
     @classmethod
-    def of_module(cls, name: str, module: Any) -> KernelSet:
-        """All kernels of a module that defines, or imports, each under its own name."""
-        fields = cls.__dataclass_fields__.keys() - {"name", "few_rows_linear", "few_rows"}
-        return cls(name, **{field: getattr(module, field) for field in fields})
+    def of_modules(cls, name: str, *modules: Any, **own: Any) -> KernelSet:
+        """Each kernel from the module that has one of its name; `own`: what is said otherwise."""
+        defined = {field: getattr(module, field) for module in modules for field in KERNELS if hasattr(module, field)}
+        return cls(name, **defined | own)
 
 
-REFERENCE = KernelSet.of_module("torch_native", reference)
+KERNELS = [field.name for field in fields(KernelSet) if field.default is MISSING and field.name != "name"]
+REFERENCE = KernelSet.of_modules("torch_native", reference)
 
 
 def load_kernels(name: str, on_progress: Callable[[int, int], None] | None = None) -> KernelSet:
@@ -55,59 +56,31 @@ def load_kernels(name: str, on_progress: Callable[[int, int], None] | None = Non
     if name == "torch_native":
         return REFERENCE
     if name == "numba":
-        return _numba(on_progress)
+        names = "numba_elementwise", "numba_attention", "numba_linear", "numba_sampling"
+        modules = _import(names, "numba", "pip install numba", on_progress)
+        linear = modules[2]
+        own = dict(few_rows_linear=linear.few_rows_linear, few_rows=linear.MOST_ROWS)
+        return KernelSet.of_modules(name, *modules, grouped_gemm=reference.grouped_gemm, **own)
     if name == "triton":
-        return _triton()
+        names = "triton_elementwise", "triton_attention", "triton_sampling", "triton_moe"
+        return KernelSet.of_modules(name, *_import(names, "triton", "pip install 'tinysrt[triton]'"))
     raise StartupError(f"there are no {name!r} kernels; there are {', '.join(NAMES)}")
 
 
-NUMBA_MODULES = ("elementwise", "attention", "linear", "sampling")
-
-
-def _numba(on_progress: Callable[[int, int], None] | None) -> KernelSet:
+def _import(
+    names: Sequence[str], package: str, install: str, on_progress: Callable[[int, int], None] | None = None
+) -> list[Any]:
+    """These modules of this package; they need a package that may not be there."""
     modules = []
-    for done, name in enumerate(NUMBA_MODULES):
+    for done, name in enumerate(names):
         if on_progress is not None:
-            on_progress(done, len(NUMBA_MODULES))
+            on_progress(done, len(names))
         try:
-            modules.append(import_module(f"tinysrt.kernels.numba_{name}"))
+            modules.append(import_module(f"tinysrt.kernels.{name}"))
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
+            if error.name is None or error.name.split(".")[0] not in (package, "llvmlite"):
                 raise
-            raise StartupError("the numba kernels need the numba package: pip install numba") from error
+            raise StartupError(f"the {package} kernels need the {package} package: {install}") from error
     if on_progress is not None:
-        on_progress(len(NUMBA_MODULES), len(NUMBA_MODULES))
-    elementwise, attention, linear, sampling = modules
-    return KernelSet(
-        "numba",
-        rms_norm=elementwise.rms_norm,
-        add_rms_norm=elementwise.add_rms_norm,
-        rope_and_store=elementwise.rope_and_store,
-        silu_and_mul=elementwise.silu_and_mul,
-        decode_attention=attention.decode_attention,
-        extend_attention=attention.extend_attention,
-        sample_tokens=sampling.sample_tokens,
-        grouped_gemm=reference.grouped_gemm,
-        few_rows_linear=linear.few_rows_linear,
-        few_rows=linear.MOST_ROWS,
-    )
-
-
-def _triton() -> KernelSet:
-    try:
-        from tinysrt.kernels import triton_attention, triton_elementwise, triton_moe, triton_sampling
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        raise StartupError("the triton kernels need the triton package: pip install 'tinysrt[triton]'") from error
-    return KernelSet(
-        "triton",
-        rms_norm=triton_elementwise.rms_norm,
-        add_rms_norm=triton_elementwise.add_rms_norm,
-        rope_and_store=triton_elementwise.rope_and_store,
-        silu_and_mul=triton_elementwise.silu_and_mul,
-        decode_attention=triton_attention.decode_attention,
-        extend_attention=triton_attention.extend_attention,
-        sample_tokens=triton_sampling.sample_tokens,
-        grouped_gemm=triton_moe.grouped_gemm,
-    )
+        on_progress(len(names), len(names))
+    return modules

@@ -2,11 +2,12 @@
 
     decode   one query token per request. A ticket is one KV head of one request. Memory is what costs: each key and
              value is read once, widened once, and used by all query heads of its group.
-    extend   many query tokens. A ticket is one KV head of `QUERIES` tokens of one request. Arithmetic is what costs:
-             a block of keys is laid out transposed, so that scores of 64 keys grow side by side in vector registers.
+    extend   many query tokens of a request. Arithmetic is what costs: two matrix products per block of queries, for
+             which the processor has instructions that no loop reaches (AMX, AVX512-BF16). So PyTorch's oneDNN computes
+             the products, and kernels do what lies around them: gather, weigh, hand out.
 
-Both keep, for each query, the largest score so far `best`, the sum of weights `total` and the weighted sum of values
-`mixed`, and walk over its keys once. A larger score scales down what has been summed:
+Decode keeps, for each query, the largest score so far `best`, the sum of weights `total` and the weighted sum of values
+`mixed`, and walks over its keys once. A larger score scales down what has been summed:
 
     new_best = max(best, scores)     shrink = 2^(best - new_best)     weight_j = 2^(score_j - new_best)
     total = total * shrink + Σ weight_j       mixed = mixed * shrink + Σ weight_j * value_j
@@ -45,7 +46,6 @@ from tinysrt.kernels.numba_runtime import (
 )
 
 KEYS = 64  # keys per block: their scores of one query fill four AVX-512 registers
-QUERIES = 16  # query tokens per ticket of an extend
 AHEAD = 8  # keys between asking for one and using it
 HIDDEN = np.float32(-1e30)  # score of a key that is not seen; finite, because -inf - -inf is no number
 NO_WINDOW = 1 << 62
@@ -196,103 +196,106 @@ def decode_attention(
     return out
 
 
-@inner
-def _extend_block(q, k, v, out, slots, position, token, tokens, kv_head, group, kv_heads, dim, scale, window, room):
-    """Query tokens token .. token + tokens - 1 of q, the first at `position`, with the heads of one KV head.
+# ---- extend ------------------------------------------------------------------------------------------
+#
+#                          keys of the request: prefix and new tokens, gathered, KV head by KV head
+#                          0 ........................ column ....... padded
+#     block of queries     [ all visible ............ │ ◣            │ 0 0 ]   scores = queries · keysᵀ      (oneDNN)
+#     row = token, head    [ weights: 2^(score - best)│ ◣  0   0   0 │ 0 0 ]   in place, sum in `totals`     (_weigh)
+#     of its group                                                             mixed = weights · values      (oneDNN)
+#                                                                              out = mixed / total           (_hand_out)
 
-    Row r of the scratch is query head r % group of the token r // group. A block of keys may be seen by a part of the
-    rows only: the causal diagonal, or the edge of a window, crosses it. Its other scores are hidden.
-    """
-    query, keys, scores, best, total, mixed = room
-    heads = kv_heads * group
-    count_rows = tokens * group
-    for r in range(count_rows):
-        start = ((token + r // group) * heads + kv_head * group + r % group) * dim
+QUERIES = 128  # tokens of a block, at most
+PIECE = 32  # a block has so many tokens or a multiple,
+PADDING = 64  # keys likewise: oneDNN compiles a product anew for each shape, a millisecond each, so let them be few
+WEIGHED = 16  # rows of a ticket
+
+
+@inner
+def _copy_head(source, target, slots, count, padded, stride, offset, dim):
+    """One KV head of positions 0 .. count - 1, and zeros behind them: whatever lay there, times 0, might be NaN."""
+    for j in range(count):
+        where = np.int64(slots[j]) * stride + offset
         for d in range(dim):
-            query[r * dim + d] = widen(q, start + d) * scale
-            mixed[r * dim + d] = np.float32(0.0)
-        best[r], total[r] = HIDDEN, np.float32(0.0)
-    for begin in range(max(0, position - window + 1), position + tokens, KEYS):
-        count = min(KEYS, position + tokens - begin)
-        for j in range(count):
-            where = (np.int64(slots[begin + j]) * kv_heads + kv_head) * dim
-            for d in range(dim):
-                keys[d * KEYS + j] = widen(k, where + d)
-        for r in range(count_rows):
-            row = r * KEYS
-            for j in range(count):
-                scores[row + j] = np.float32(0.0)
-            for d in range(0, dim, 2):  # two at a time: half the trips of a score to memory. `dim` is even: it rotates.
-                a, b = query[r * dim + d], query[r * dim + d + 1]
-                for j in range(count):
-                    scores[row + j] += a * keys[d * KEYS + j] + b * keys[(d + 1) * KEYS + j]
-            mine = position + r // group
-            if begin + count > mine + 1 or begin <= mine - window:
-                for j in range(count):
-                    if begin + j > mine or begin + j <= mine - window:
-                        scores[row + j] = HIDDEN
-        for r in range(count_rows):
-            _shrink_and_weigh(scores, r, count, best, total, mixed, dim)
-        for j in range(count):
-            where = (np.int64(slots[begin + j]) * kv_heads + kv_head) * dim
-            for d in range(dim):
-                keys[j * dim + d] = widen(v, where + d)
-        for r in range(count_rows):
-            row, target = r * KEYS, r * dim
-            for j in range(0, count - 1, 2):
-                a, b = scores[row + j], scores[row + j + 1]
-                for d in range(dim):
-                    mixed[target + d] += a * keys[j * dim + d] + b * keys[(j + 1) * dim + d]
-            if count % 2:
-                a = scores[row + count - 1]
-                for d in range(dim):
-                    mixed[target + d] += a * keys[(count - 1) * dim + d]
-    for r in range(count_rows):
-        start = ((token + r // group) * heads + kv_head * group + r % group) * dim
-        for d in range(dim):
-            out[start + d] = narrow(out, mixed[r * dim + d] / total[r])
+            target[j * dim + d] = source[where + d]
+    for d in range(count * dim, padded * dim):
+        target[d] = narrow(target, np.float32(0.0))
 
 
 @kernel
-def _extend_attention(args):
-    table, rows, starts, prefix_lens = args[6], i64_at(args[7]), i64_at(args[8]), i64_at(args[9])
-    heads, kv_heads, dim, width = args[11], args[12], args[13], args[14]
-    scale, window, requests = as_float(args[15]), args[16], args[17]
-    group = heads // kv_heads
-    most = QUERIES * group
-    query, keys, mixed = scratch(most * dim), scratch(KEYS * dim), scratch(most * dim)
-    scores, best, total = scratch(most * KEYS), scratch(most), scratch(most)
-    room = (query, keys, scores, best, total, mixed)
+def _gather(args):
+    """A ticket is one KV head's keys (even) or values (odd)."""
+    slots, count, padded, kv_heads, dim = i32_at(args[7]), args[8], args[9], args[10], args[11]
     while True:
         ticket = draw_ticket(args)
         if ticket >= args[1]:
             break
-        # Latest tokens first: they see the most keys, and a long ticket should not be the last one drawn.
-        block, kv_head = (args[1] - 1 - ticket) // kv_heads, ticket % kv_heads
-        request = 0
-        while request < requests:
-            blocks = (starts[request + 1] - starts[request] + QUERIES - 1) // QUERIES
-            if block < blocks:
-                break
-            block -= blocks
-            request += 1
-        if request == requests:
-            continue  # the number of tickets is an upper bound
-        offset = block * QUERIES
-        token = starts[request] + offset
-        tokens = min(QUERIES, starts[request + 1] - token)
-        position = prefix_lens[request] + offset
-        slots = i32_at(table + rows[request] * width * 4)
+        which, kv_head = ticket % 2, ticket // 2
+        place = args[5 + which] + kv_head * padded * dim * args[2]
+        stride, offset = kv_heads * dim, kv_head * dim
         if args[2] == BF16:
-            q, k, v, out = bf16_at(args[3]), bf16_at(args[4]), bf16_at(args[5]), bf16_at(args[10])
-            _extend_block(
-                q, k, v, out, slots, position, token, tokens, kv_head, group, kv_heads, dim, scale, window, room
-            )
+            _copy_head(bf16_at(args[3 + which]), bf16_at(place), slots, count, padded, stride, offset, dim)
         else:
-            q_, k_, v_, out_ = f32_at(args[3]), f32_at(args[4]), f32_at(args[5]), f32_at(args[10])
-            _extend_block(
-                q_, k_, v_, out_, slots, position, token, tokens, kv_head, group, kv_heads, dim, scale, window, room
-            )
+            _copy_head(f32_at(args[3 + which]), f32_at(place), slots, count, padded, stride, offset, dim)
+
+
+@inner
+def _weigh_row(scores, begin, end, width, scale):
+    """Scores begin .. end - 1 become weights, the largest 1; the others, not seen, become 0. Returns their sum."""
+    best = largest(scores, begin, end, HIDDEN)
+    total = np.float32(0.0)
+    for j in range(begin, end):
+        weight = exp2((widen(scores, j) - best) * scale)
+        total += weight
+        scores[j] = narrow(scores, weight)
+    for j in range(begin):
+        scores[j] = narrow(scores, np.float32(0.0))
+    for j in range(end, width):
+        scores[j] = narrow(scores, np.float32(0.0))
+    return total
+
+
+@kernel
+def _weigh(args):
+    """Row r of a head belongs to token r // group of the block, which sees columns up to column + r // group."""
+    totals, rows, width, group = f32_at(args[4]), args[5], args[6], args[7]
+    column, window, scale, all_rows = args[8], args[9], as_float(args[10]), args[11]
+    while True:
+        ticket = draw_ticket(args)
+        if ticket >= args[1]:
+            break
+        for row in range(ticket * WEIGHED, min((ticket + 1) * WEIGHED, all_rows)):
+            end = column + row % rows // group + 1
+            begin = max(0, end - window)
+            place = args[3] + row * width * args[2]
+            if args[2] == BF16:
+                totals[row] = _weigh_row(bf16_at(place), min(begin, width), min(end, width), width, scale)
+            else:
+                totals[row] = _weigh_row(f32_at(place), min(begin, width), min(end, width), width, scale)
+
+
+@inner
+def _divide_row(mixed, out, at, total, dim):
+    for d in range(dim):
+        out[at + d] = narrow(out, widen(mixed, d) / total)
+
+
+@kernel
+def _hand_out(args):
+    """A ticket is one KV head of the block: (heads of the group, tokens) rows of `mixed` to their places in `out`."""
+    totals, rows, group, count, heads, dim = f32_at(args[5]), args[6], args[7], args[8], args[9], args[10]
+    while True:
+        kv_head = draw_ticket(args)
+        if kv_head >= args[1]:
+            break
+        for row in range(count * group):
+            source = args[3] + (kv_head * rows + row) * dim * args[2]
+            at = (row // group * heads + kv_head * group + row % group) * dim
+            total = totals[kv_head * rows + row]
+            if args[2] == BF16:
+                _divide_row(bf16_at(source), bf16_at(args[4]), at, total, dim)
+            else:
+                _divide_row(f32_at(source), f32_at(args[4]), at, total, dim)
 
 
 def extend_attention(
@@ -307,12 +310,41 @@ def extend_attention(
     window: int | None = None,
 ) -> Tensor:
     tokens, heads, dim = q.shape
-    kv_heads, requests = k_buffer.shape[1], len(rows)
-    out = torch.empty(q.shape, dtype=q.dtype)
-    most_blocks = tokens // QUERIES + requests  # each request has at most one block that is not full
-    launch(
-        _extend_attention, most_blocks * kv_heads, format_of(q), q.data_ptr(), k_buffer.data_ptr(), v_buffer.data_ptr(),
-        table.data_ptr(), rows.data_ptr(), starts.data_ptr(), prefix_lens.data_ptr(), out.data_ptr(), heads, kv_heads,
-        dim, table.stride(0), float_bits(scale * float(LOG2_E)), window or NO_WINDOW, requests,
-    )  # fmt: skip
+    kv_heads = k_buffer.shape[1]
+    group = heads // kv_heads
+    out = torch.empty_like(q)
+    # By KV head. A block is as long as it is compiled for; its surplus rows are strangers' or nobody's, and harmless.
+    queries = q.new_empty(kv_heads, tokens + QUERIES, group, dim)
+    queries[:, :tokens] = q.view(tokens, kv_heads, group, dim).transpose(0, 1)
+    queries = queries.view(kv_heads, -1, dim)
+    bounds, format_ = starts.tolist(), format_of(q)
+    for row, prefix, start, end in zip(rows.tolist(), prefix_lens.tolist(), bounds, bounds[1:], strict=False):
+        first = 0 if window is None else max(0, prefix - window + 1)  # of the positions that its tokens see
+        seen = prefix + end - start - first
+        padded = _whole(seen, PADDING)
+        k, v = q.new_empty(2, kv_heads, padded, dim)
+        launch(
+            _gather, 2 * kv_heads, format_, k_buffer.data_ptr(), v_buffer.data_ptr(), k.data_ptr(), v.data_ptr(),
+            table[row, first:].data_ptr(), seen, padded, kv_heads, dim,
+        )  # fmt: skip
+        for begin in range(start, end, QUERIES):
+            count = min(QUERIES, end - begin)
+            block_rows = _whole(count, PIECE) * group
+            column = prefix - first + begin - start
+            width = min(padded, _whole(column + count, PADDING))
+            scores = torch.bmm(queries[:, begin * group :][:, :block_rows], k[:, :width].transpose(1, 2))
+            totals = torch.empty(kv_heads * block_rows)
+            launch(
+                _weigh, -(-kv_heads * block_rows // WEIGHED), format_, scores.data_ptr(), totals.data_ptr(), block_rows,
+                width, group, column, window or NO_WINDOW, float_bits(scale * float(LOG2_E)), kv_heads * block_rows,
+            )  # fmt: skip
+            mixed = torch.bmm(scores, v[:, :width])
+            launch(
+                _hand_out, kv_heads, format_, mixed.data_ptr(), out[begin].data_ptr(), totals.data_ptr(), block_rows,
+                group, count, heads, dim,
+            )  # fmt: skip
     return out
+
+
+def _whole(count: int, piece: int) -> int:
+    return -(-count // piece) * piece

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite
+import llvmlite.binding
 import numba
 import numpy as np
 import torch
@@ -60,7 +60,16 @@ def _cache_folder() -> str:
     return str(base / digest.hexdigest()[:16])
 
 
+def _use_whole_registers() -> None:
+    """LLVM fills half a register on a processor with AVX-512, for fear of the lower clock that the first ones had."""
+    if numba.config.CPU_FEATURES is None:
+        features = llvmlite.binding.get_host_cpu_features()
+        if features.get("avx512f"):
+            numba.config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
+
+
 CACHE_FOLDER = _cache_folder()
+_use_whole_registers()
 
 
 def _cached(compile_: Callable[[], Any]) -> Any:
@@ -80,15 +89,6 @@ def inner(function: Callable[..., Any]) -> Any:
 def unfolded(function: Callable[..., Any]) -> Any:
     """The same, copied into each caller: a number that a call names as a constant is one for the compiler too."""
     return numba.njit(inline="always", **OPTIONS)(function)
-
-
-@numba.njit(fastmath=True, boundscheck=False, error_model="numpy")
-def largest(values, begin, end, floor):
-    """The maximum of values[begin:end] and `floor`. It may overlook a NaN: only so does the loop vectorize."""
-    best = floor
-    for i in range(begin, end):
-        best = max(best, values[i])
-    return best
 
 
 def kernel(function: Callable[..., Any]) -> int:
@@ -216,19 +216,40 @@ def widen(typingctx, pointer, index):
 
 @intrinsic
 def narrow(typingctx, pointer, value):
-    """The float32 `value` in the format that `pointer` points to: to the nearest, of two to the even one."""
+    """The float32 `value` in the format that `pointer` points to: to the nearest, of two to the even one.
+
+    A NaN stays one: processors make them with zeros in the lower half, and so are those that come from a bf16."""
 
     def generate(context, builder, signature, values):
         if pointer.dtype != types.uint16:
             return values[1]
         bits = builder.bitcast(values[1], _I32)
-        high = builder.lshr(bits, _I32(16))
-        even = builder.add(_I32(0x7FFF), builder.and_(high, _I32(1)))  # half of the last kept bit, or a little less
-        rounded = builder.lshr(builder.add(bits, even), _I32(16))
-        is_nan = builder.fcmp_unordered("uno", values[1], values[1])  # rounding could make an infinity of it
-        return builder.trunc(builder.select(is_nan, builder.or_(high, _I32(0x40)), rounded), _I16)
+        odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        half = builder.add(_I32(0x7FFF), odd)  # of the last kept bit, or a little less
+        return builder.trunc(builder.lshr(builder.add(bits, half), _I32(16)), _I16)
 
     return pointer.dtype(pointer, types.float32), generate
+
+
+@intrinsic
+def larger(typingctx, a, b):
+    """The larger of two float32, either one if one is NaN: so a loop over it vectorizes, over `max` it does not."""
+
+    def generate(context, builder, signature, values):
+        flags = ["nnan", "nsz"]
+        greater = builder.fcmp_ordered(">", *values, flags=flags)
+        return builder.select(greater, *values, flags=flags)
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@inner
+def largest(values, begin, end, floor):
+    """The maximum of values[begin:end] and `floor`. It may overlook a NaN."""
+    best = floor
+    for i in range(begin, end):
+        best = larger(widen(values, i), best)
+    return best
 
 
 @intrinsic

@@ -210,7 +210,14 @@ def _attention_room(q: Tensor, k_buffer: Tensor, v_buffer: Tensor, table: Tensor
 
 
 def _decode_room(
-    q: Tensor, k_buffer: Tensor, v_buffer: Tensor, table: Tensor, rows: Tensor, seq_lens: Tensor, window: int | None
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     check_same_device(q, seq_lens)
     check_index("rows", rows, len(q))
@@ -220,7 +227,7 @@ def _decode_room(
 
 
 @torch.library.custom_op("tinysrt::decode_attention", mutates_args=())
-def _decode_attention(
+def decode_attention(
     q: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
@@ -228,9 +235,9 @@ def _decode_attention(
     rows: Tensor,
     seq_lens: Tensor,
     scale: float,
-    window: int | None,
+    window: int | None = None,
 ) -> Tensor:
-    out = _decode_room(q, k_buffer, v_buffer, table, rows, seq_lens, window)
+    out = _decode_room(q, k_buffer, v_buffer, table, rows, seq_lens, scale, window)
     batch, heads, dim = q.shape
     kv_heads = k_buffer.shape[1]
     tile = attention_tile(DECODE, q)
@@ -271,31 +278,7 @@ def _decode_attention(
     return out
 
 
-@_decode_attention.register_fake
-def _(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    return _decode_room(q, k_buffer, v_buffer, table, rows, seq_lens, window)
-
-
-def decode_attention(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    table: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    return _decode_attention(q, k_buffer, v_buffer, table, rows, seq_lens, scale, window)
+decode_attention.register_fake(_decode_room)
 
 
 # ---- extend ----------------------------------------------------------------------------------------
@@ -399,7 +382,8 @@ def _extend_room(
     rows: Tensor,
     starts: Tensor,
     prefix_lens: Tensor,
-    window: int | None,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     check_same_device(q, starts, prefix_lens)
     check_index("starts", starts, len(rows) + 1)
@@ -409,7 +393,7 @@ def _extend_room(
 
 
 @torch.library.custom_op("tinysrt::extend_attention", mutates_args=())
-def _extend_attention(
+def extend_attention(
     q: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
@@ -418,9 +402,9 @@ def _extend_attention(
     starts: Tensor,
     prefix_lens: Tensor,
     scale: float,
-    window: int | None,
+    window: int | None = None,
 ) -> Tensor:
-    out = _extend_room(q, k_buffer, v_buffer, table, rows, starts, prefix_lens, window)
+    out = _extend_room(q, k_buffer, v_buffer, table, rows, starts, prefix_lens, scale, window)
     tokens, heads, dim = q.shape
     kv_heads = k_buffer.shape[1]
     group = heads // kv_heads
@@ -453,30 +437,4 @@ def _extend_attention(
     return out
 
 
-@_extend_attention.register_fake
-def _(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    prefix_lens: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    return _extend_room(q, k_buffer, v_buffer, table, rows, starts, prefix_lens, window)
-
-
-def extend_attention(
-    q: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    prefix_lens: Tensor,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    return _extend_attention(q, k_buffer, v_buffer, table, rows, starts, prefix_lens, scale, window)
+extend_attention.register_fake(_extend_room)

@@ -81,7 +81,7 @@ def add_rms_norm_kernel(
     tl.store(y_ptr + token * DIM + d, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _rms_norm_room(x: Tensor, weight: Tensor) -> Tensor:
+def _rms_norm_room(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_same_device(x, weight)
     check_dtype(x=x, weight=weight)
     assert x.dim() in (2, 3), f"x has {x.dim()} axes"
@@ -92,8 +92,8 @@ def _rms_norm_room(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tinysrt::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = _rms_norm_room(x, weight)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = _rms_norm_room(x, weight, eps)
     heads, dim = (1, x.shape[1]) if x.dim() == 2 else x.shape[1:]
     block_h = min(triton.next_power_of_2(heads), HEADS_PER_PROGRAM)
     block_d = triton.next_power_of_2(dim)
@@ -113,16 +113,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-@_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _rms_norm_room(x, weight)
+rms_norm.register_fake(_rms_norm_room)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _rms_norm(x, weight, eps)
-
-
-def _add_rms_norm_room(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+def _add_rms_norm_room(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_same_device(x, residual, weight)
     check_dtype(x=x, weight=weight)
     assert x.dim() == 2 and residual.dtype == torch.float32 and residual.is_contiguous()
@@ -134,7 +128,7 @@ def _add_rms_norm_room(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("tinysrt::add_rms_norm", mutates_args={"residual"})
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = _add_rms_norm_room(x, residual, weight)
+    y = _add_rms_norm_room(x, residual, weight, eps)
     block = triton.next_power_of_2(x.shape[1])
     add_rms_norm_kernel[(len(x),)](
         x, residual, weight, y, x.stride(0), eps, DIM=x.shape[1], BLOCK_D=block, num_warps=_warps(block)
@@ -142,9 +136,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
     return y
 
 
-@_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _add_rms_norm_room(x, residual, weight)
+_add_rms_norm.register_fake(_add_rms_norm_room)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -203,28 +195,40 @@ def rope_and_store_kernel(
 
 
 def _rope_room(
-    qkv: Tensor, positions: Tensor, rope_cache: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, heads: int
+    qkv: Tensor,
+    positions: Tensor,
+    rope_cache: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,
+    num_heads: int,
 ) -> Tensor:
     check_same_device(qkv, positions, rope_cache, k_buffer, v_buffer, slots)
     check_dtype(qkv=qkv)
     check_packed("qkv", qkv, 2)
     tokens, all_heads, dim = qkv.shape
     assert dim % 2 == 0 and k_buffer.dtype == v_buffer.dtype == qkv.dtype
-    check_shape("qkv", qkv, tokens, heads + 2 * k_buffer.shape[1], dim)
+    check_shape("qkv", qkv, tokens, num_heads + 2 * k_buffer.shape[1], dim)
     check_shape("v_buffer", v_buffer, *k_buffer.shape)
     assert k_buffer.is_contiguous() and v_buffer.is_contiguous()
     check_shape("rope_cache", rope_cache, len(rope_cache), dim)
     assert rope_cache.dtype == torch.float32 and rope_cache.is_contiguous()
     check_index("positions", positions, tokens)
     check_index("slots", slots, tokens)
-    return torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    return torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
 
 
 @torch.library.custom_op("tinysrt::rope_and_store", mutates_args={"k_buffer", "v_buffer"})
-def _rope_and_store(
-    qkv: Tensor, positions: Tensor, rope_cache: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, heads: int
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    rope_cache: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,
+    num_heads: int,
 ) -> Tensor:
-    q = _rope_room(qkv, positions, rope_cache, k_buffer, v_buffer, slots, heads)
+    q = _rope_room(qkv, positions, rope_cache, k_buffer, v_buffer, slots, num_heads)
     half = qkv.shape[2] // 2
     block_h = min(triton.next_power_of_2(qkv.shape[1]), HEADS_PER_PROGRAM)
     block_d = triton.next_power_of_2(half)
@@ -237,7 +241,7 @@ def _rope_and_store(
         v_buffer,
         slots,
         qkv.stride(0),
-        heads,
+        num_heads,
         k_buffer.shape[1],
         HALF=half,
         BLOCK_H=block_h,
@@ -247,23 +251,7 @@ def _rope_and_store(
     return q
 
 
-@_rope_and_store.register_fake
-def _(
-    qkv: Tensor, positions: Tensor, rope_cache: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, heads: int
-) -> Tensor:
-    return _rope_room(qkv, positions, rope_cache, k_buffer, v_buffer, slots, heads)
-
-
-def rope_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    rope_cache: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    slots: Tensor,
-    num_heads: int,
-) -> Tensor:
-    return _rope_and_store(qkv, positions, rope_cache, k_buffer, v_buffer, slots, num_heads)
+rope_and_store.register_fake(_rope_room)
 
 
 # ---- the MLP's gate --------------------------------------------------------------------------------
@@ -288,7 +276,7 @@ def _silu_room(gate_up: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tinysrt::silu_and_mul", mutates_args=())
-def _silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     y = _silu_room(gate_up)
     width = y.shape[1]
     block = min(triton.next_power_of_2(width), GATE_BLOCK)
@@ -298,10 +286,4 @@ def _silu_and_mul(gate_up: Tensor) -> Tensor:
     return y
 
 
-@_silu_and_mul.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return _silu_room(gate_up)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    return _silu_and_mul(gate_up)
+silu_and_mul.register_fake(_silu_room)

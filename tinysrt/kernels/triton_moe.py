@@ -67,7 +67,7 @@ def _grouped_room(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tinysrt::grouped_gemm", mutates_args=())
-def _grouped_gemm(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
     y = _grouped_room(x, weight, group_offsets)
     tile = grouped_tile(x)
     experts, outer, inner = weight.shape
@@ -88,10 +88,4 @@ def _grouped_gemm(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
     return y
 
 
-@_grouped_gemm.register_fake
-def _(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
-    return _grouped_room(x, weight, group_offsets)
-
-
-def grouped_gemm(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
-    return _grouped_gemm(x, weight, group_offsets)
+grouped_gemm.register_fake(_grouped_room)

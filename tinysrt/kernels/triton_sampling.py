@@ -160,9 +160,10 @@ def _sample_room(
 
 
 @torch.library.custom_op("tinysrt::sample_tokens", mutates_args=())
-def _sample_tokens(
+def sample_tokens(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
 ) -> Tensor:
+    """(B,) int64. A row of NaN yields some id of the vocabulary: whoever calls has to look for NaN anyway."""
     out = _sample_room(logits, temperatures, top_k, top_p, min_p, uniforms)
     vocab = logits.shape[1]
     block = min(triton.next_power_of_2(vocab), BLOCK)
@@ -183,13 +184,4 @@ def _sample_tokens(
     return out
 
 
-@_sample_tokens.register_fake
-def _(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor) -> Tensor:
-    return _sample_room(logits, temperatures, top_k, top_p, min_p, uniforms)
-
-
-def sample_tokens(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
-) -> Tensor:
-    """(B,) int64. A row of NaN yields some id of the vocabulary: whoever calls has to look for NaN anyway."""
-    return _sample_tokens(logits, temperatures, top_k, top_p, min_p, uniforms)
+sample_tokens.register_fake(_sample_room)

@@ -25,6 +25,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import zmq
 
 from tinysrt.distributed.parallel_state import SINGLE, ParallelState
@@ -45,7 +46,7 @@ from tinysrt.mem_cache.memory_pool import ReqToTokenPool
 from tinysrt.mem_cache.radix_cache import RadixCache
 from tinysrt.messages import BatchTokenIDOut, Message, ShutdownNotice, ToScheduler
 from tinysrt.model_executor.model_config import ModelConfig
-from tinysrt.model_executor.model_runner import ModelRunner
+from tinysrt.model_executor.model_runner import ModelRunner, load_runner
 from tinysrt.observe.progress import progress_bar
 from tinysrt.observe.trace import Recorder
 from tinysrt.server_args import ServerArgs
@@ -126,14 +127,7 @@ def build_scheduler(
         # Config, generation config and tokenizer are edited by different people: any of their end tokens ends a run.
         eos_ids = eos_ids | tokenizer.stop_ids
     with progress_bar() as on_progress:
-        runner = ModelRunner(
-            server_args,
-            model_config,
-            trace=trace,
-            parallel=parallel,
-            on_progress=on_progress if parallel.rank == 0 else None,
-        )
-        runner.capture_graphs(server_args, on_progress)
+        runner = load_runner(server_args, model_config, trace=trace, parallel=parallel, on_progress=on_progress)
     scheduler = assemble(
         server_args,
         runner,
@@ -213,6 +207,7 @@ def run_scheduler_process(
     server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection, seat: Seat = FIRST_SEAT
 ) -> None:
     """Entry of the child process; returns after a ShutdownReq."""
+    torch.set_num_threads(1)  # of this thread, which schedules; whichever computes sets its own (`openmp_team.py`)
     if not seat.is_first:  # all ranks would log the same
         logging.getLogger("tinysrt").setLevel(logging.WARNING)
     parallel = join(server_args, seat, ipc_names.directory)

@@ -36,6 +36,7 @@ from tinysrt.model_executor.graph_capture import make_backend
 from tinysrt.model_executor.layers.logits_processor import LogitsOutput, compute_logits, input_score_owners
 from tinysrt.model_executor.layers.rotary import rope_cache
 from tinysrt.model_executor.model_config import ModelConfig
+from tinysrt.model_executor.openmp_team import in_own_thread
 from tinysrt.model_executor.sampler import SampleOutput, Sampler
 from tinysrt.model_executor.sizing import (
     device_memory,
@@ -193,6 +194,25 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             self._prepared_thread = threading.get_ident()
+
+
+def load_runner(
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    *,
+    trace: Recorder,
+    parallel: ParallelState = SINGLE,
+    on_progress: OnProgress | None = None,
+) -> ModelRunner:
+    """A ModelRunner that is ready for its first batch, for whichever thread runs the forwards (`openmp_team.py`)."""
+
+    def load() -> ModelRunner:
+        said = on_progress if parallel.rank == 0 else None
+        runner = ModelRunner(server_args, model_config, trace=trace, parallel=parallel, on_progress=said)
+        runner.capture_graphs(server_args, on_progress)
+        return runner
+
+    return in_own_thread(load)
 
 
 def device_of_rank(device: str, parallel: ParallelState) -> torch.device:

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from tinysrt.kernels.kernel_set import KernelSet
 from tinysrt.model_executor.attention.base import AttentionBackend
-from tinysrt.model_executor.attention.numba_backend import NumbaBackend
+from tinysrt.model_executor.attention.kernel_backend import KernelBackend
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
-from tinysrt.model_executor.attention.triton_backend import TritonBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "torch_native": TorchNativeBackend,
-    "numba": NumbaBackend,
-    "triton": TritonBackend,
+    "numba": KernelBackend,
+    "triton": KernelBackend,
 }
 
 

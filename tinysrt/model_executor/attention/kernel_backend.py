@@ -1,7 +1,7 @@
-"""triton: attention by the kernels of `kernels/triton_attention.py`; the default on CUDA.
+"""numba and triton: attention by kernels that find their way through the index table; the defaults on CPU and CUDA.
 
-A plan is device tensors and nothing else. The kernels find lengths, rows and where a request's tokens begin on the
-device, so nothing waits for it, and a decode step can be captured as it is:
+A plan is device tensors and nothing else. The kernels find lengths, rows and where a request's tokens begin in them, so
+on a GPU nothing waits for it, and a decode step can be captured as it is:
 
     DECODE           one lane per request                   decode_attention     `DecodeLanes` of the base class
     EXTEND, MIXED    [ several new tokens  |  one each ]     extend_attention | decode_attention
@@ -37,7 +37,7 @@ class ExtendPlan:
     single_lens: Tensor  # (B - n,) int64
 
 
-class TritonBackend(AttentionBackend):
+class KernelBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> DecodeLanes | ExtendPlan:
         if batch.forward_mode.is_decode():
             return DecodeLanes.of(batch)
