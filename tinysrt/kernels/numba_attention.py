@@ -4,7 +4,8 @@
              value is read once, widened once, and used by all query heads of its group.
     extend   many query tokens of a request. Arithmetic is what costs: two matrix products per block of queries, for
              which the processor has instructions that no loop reaches (AMX, AVX512-BF16). So PyTorch's oneDNN computes
-             the products, and kernels do what lies around them: gather, weigh, hand out.
+             the products, and kernels do what lies around them: gather, weigh, hand out. (A prompt without a prefix is
+             left to PyTorch whole.)
 
 Decode keeps, for each query, the largest score so far `best`, the sum of weights `total` and the weighted sum of values
 `mixed`, and walks over its keys once. A larger score scales down what has been summed:
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinysrt.kernels.numba_runtime import (
@@ -205,10 +207,12 @@ def decode_attention(
 #     of its group                                                             mixed = weights · values      (oneDNN)
 #                                                                              out = mixed / total           (_hand_out)
 
-QUERIES = 128  # tokens of a block, at most
+QUERIES = 256  # tokens of a block, at most,
+SCORES = 1 << 24  # and as many as give so many scores
 PIECE = 32  # a block has so many tokens or a multiple,
 PADDING = 64  # keys likewise: oneDNN compiles a product anew for each shape, a millisecond each, so let them be few
 WEIGHED = 16  # rows of a ticket
+HANDED = 32  # tokens of a ticket
 
 
 @inner
@@ -282,13 +286,15 @@ def _divide_row(mixed, out, at, total, dim):
 
 @kernel
 def _hand_out(args):
-    """A ticket is one KV head of the block: (heads of the group, tokens) rows of `mixed` to their places in `out`."""
+    """Rows of `mixed`, (kv heads, tokens * group), to their places in `out`. A ticket: `HANDED` tokens of a KV head."""
     totals, rows, group, count, heads, dim = f32_at(args[5]), args[6], args[7], args[8], args[9], args[10]
+    parts = args[1] * group // heads
     while True:
-        kv_head = draw_ticket(args)
-        if kv_head >= args[1]:
+        ticket = draw_ticket(args)
+        if ticket >= args[1]:
             break
-        for row in range(count * group):
+        kv_head, first = ticket // parts, ticket % parts * HANDED
+        for row in range(first * group, min(first + HANDED, count) * group):
             source = args[3] + (kv_head * rows + row) * dim * args[2]
             at = (row // group * heads + kv_head * group + row % group) * dim
             total = totals[kv_head * rows + row]
@@ -309,41 +315,73 @@ def extend_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    tokens, heads, dim = q.shape
-    kv_heads = k_buffer.shape[1]
-    group = heads // kv_heads
     out = torch.empty_like(q)
-    # By KV head. A block is as long as it is compiled for; its surplus rows are strangers' or nobody's, and harmless.
-    queries = q.new_empty(kv_heads, tokens + QUERIES, group, dim)
-    queries[:, :tokens] = q.view(tokens, kv_heads, group, dim).transpose(0, 1)
-    queries = queries.view(kv_heads, -1, dim)
-    bounds, format_ = starts.tolist(), format_of(q)
+    bounds = starts.tolist()
     for row, prefix, start, end in zip(rows.tolist(), prefix_lens.tolist(), bounds, bounds[1:], strict=False):
-        first = 0 if window is None else max(0, prefix - window + 1)  # of the positions that its tokens see
-        seen = prefix + end - start - first
-        padded = _whole(seen, PADDING)
-        k, v = q.new_empty(2, kv_heads, padded, dim)
-        launch(
-            _gather, 2 * kv_heads, format_, k_buffer.data_ptr(), v_buffer.data_ptr(), k.data_ptr(), v.data_ptr(),
-            table[row, first:].data_ptr(), seen, padded, kv_heads, dim,
-        )  # fmt: skip
-        for begin in range(start, end, QUERIES):
-            count = min(QUERIES, end - begin)
-            block_rows = _whole(count, PIECE) * group
-            column = prefix - first + begin - start
-            width = min(padded, _whole(column + count, PADDING))
-            scores = torch.bmm(queries[:, begin * group :][:, :block_rows], k[:, :width].transpose(1, 2))
-            totals = torch.empty(kv_heads * block_rows)
-            launch(
-                _weigh, -(-kv_heads * block_rows // WEIGHED), format_, scores.data_ptr(), totals.data_ptr(), block_rows,
-                width, group, column, window or NO_WINDOW, float_bits(scale * float(LOG2_E)), kv_heads * block_rows,
-            )  # fmt: skip
-            mixed = torch.bmm(scores, v[:, :width])
-            launch(
-                _hand_out, kv_heads, format_, mixed.data_ptr(), out[begin].data_ptr(), totals.data_ptr(), block_rows,
-                group, count, heads, dim,
-            )  # fmt: skip
+        mine = slice(start, end)
+        if start == end:
+            continue
+        if prefix == 0 and (window is None or end <= start + window):
+            _extend_alone(q[mine], k_buffer, v_buffer, table[row, : end - start], out[mine], scale)
+        else:
+            _extend_in_blocks(q[mine], k_buffer, v_buffer, table[row], prefix, out[mine], scale, window)
     return out
+
+
+def _extend_alone(q: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, out: Tensor, scale: float) -> None:
+    """Nothing before these tokens: PyTorch's own causal attention, which starts faster than blocks do."""
+    shape = len(q), k_buffer.shape[1], -1, q.shape[2]
+    grouped = q.view(shape).permute(2, 1, 0, 3)  # (group, kv_heads, new, dim): the group's heads read the same keys
+    k, v = (
+        buffer.index_select(0, slots).transpose(0, 1).expand(len(grouped), -1, -1, -1)
+        for buffer in (k_buffer, v_buffer)
+    )
+    attended = F.scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale)
+    out.view(shape).copy_(attended.permute(2, 1, 0, 3))
+
+
+def _extend_in_blocks(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,
+    prefix: int,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    new, heads, dim = q.shape
+    kv_heads, format_ = k_buffer.shape[1], format_of(q)
+    group = heads // kv_heads
+    first = 0 if window is None else max(0, prefix - window + 1)  # of the positions that these tokens see
+    seen = prefix + new - first
+    padded = _whole(seen, PADDING)
+    keys, values = q.new_empty(2, kv_heads, padded, dim)
+    launch(
+        _gather, 2 * kv_heads, format_, k_buffer.data_ptr(), v_buffer.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        slots[first:].data_ptr(), seen, padded, kv_heads, dim,
+    )  # fmt: skip
+    queries = q.new_empty(kv_heads, _whole(new, PIECE), group, dim)
+    queries[:, :new] = q.view(new, kv_heads, group, dim).transpose(0, 1)
+    queries = queries.view(kv_heads, -1, dim)  # what its last rows give is never read
+    keys = keys.transpose(1, 2)
+    block = max(PIECE, min(QUERIES, SCORES // (heads * padded) // PIECE * PIECE))
+    for begin in range(0, new, block):
+        count = min(block, new - begin)
+        column = prefix - first + begin
+        width = min(padded, _whole(column + count, PADDING))
+        scores = torch.bmm(queries[:, begin * group : (begin + block) * group], keys[:, :, :width])
+        rows = scores.shape[1]
+        totals = torch.empty(kv_heads * rows)
+        launch(
+            _weigh, -(-kv_heads * rows // WEIGHED), format_, scores.data_ptr(), totals.data_ptr(), rows, width, group,
+            column, window or NO_WINDOW, float_bits(scale * float(LOG2_E)), kv_heads * rows,
+        )  # fmt: skip
+        mixed = torch.bmm(scores, values[:, :width])
+        launch(
+            _hand_out, -(-count // HANDED) * kv_heads, format_, mixed.data_ptr(), out[begin].data_ptr(),
+            totals.data_ptr(), rows, group, count, heads, dim,
+        )  # fmt: skip
 
 
 def _whole(count: int, piece: int) -> int:
