@@ -194,21 +194,24 @@ class Launched:
 
 
 @contextlib.contextmanager
-def huge_pages() -> Iterator[None]:
-    """A child started meanwhile gets its memory in pages of 2 MB, where Linux hands them out on request ("madvise").
+def malloc_for_steps() -> Iterator[None]:
+    """A child started meanwhile has a C library that hands out memory as a forward on a CPU wants it:
 
-    A decode step on a CPU reads every weight once. In pages of 4 KB each page costs a look-up that the processor's
-    cache of addresses does not hold, and at which reading ahead stops: the matmuls of a step take a third longer and
-    more. And it keeps what it has freed, up to a gigabyte: a prefill needs megabytes for each layer's intermediates,
-    and to get them fresh, zeroed page by page, takes as long as to fill them.
+    - in pages of 2 MB, where Linux gives them on request ("madvise"). A decode step reads every weight once; in pages
+      of 4 KB each page costs a look-up that the processor's cache of addresses does not hold, and at which reading
+      ahead stops: the matmuls of a step take a third longer and more;
+    - from what has been freed before, up to a gigabyte. A prefill needs megabytes for each layer's intermediates, and
+      to get them fresh from the kernel, zeroed page by page, takes as long as to fill them;
+    - from one heap for all threads. Heaps of other threads are given back whenever they are empty, whatever is said
+      above: now and then a chunk of a long prompt took 300 ms instead of 200.
 
-    The C library reads this variable when a process starts; others (musl, macOS) ignore it.
+    The library (glibc) reads the variable when a process starts; others (musl, macOS) ignore it.
     """
     name = "GLIBC_TUNABLES"
     before = os.environ.get(name)
     if before is None:
-        limits = f"glibc.malloc.mmap_threshold={KEPT_BYTES}:glibc.malloc.trim_threshold={KEPT_BYTES}"
-        os.environ[name] = f"glibc.malloc.hugetlb=1:{limits}"
+        wanted = dict(hugetlb=1, mmap_threshold=KEPT_BYTES, trim_threshold=KEPT_BYTES, arena_max=1)
+        os.environ[name] = ":".join(f"glibc.malloc.{key}={value}" for key, value in wanted.items())
     try:
         yield
     finally:
@@ -230,7 +233,7 @@ def launch(server_args: ServerArgs, scheduler: Entry | None = None, detokenizer:
         for seat in seats_of_node(server_args):  # first: loading the model takes longest
             entry = scheduler or partial(run_scheduler_process, seat=seat)
             names = ipc_names if replicas == 1 else ipc_names.of_replica(seat.dp_rank)
-            with huge_pages():
+            with malloc_for_steps():
                 launched.spawn(process_name(server_args, seat), entry, names, leads=seat.is_first)
         if replicas > 1:
             from tinysrt.managers.data_parallel_controller import run_data_parallel_controller_process
