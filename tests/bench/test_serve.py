@@ -83,6 +83,15 @@ def test_prompts_leave_out_the_first_three_ids_and_differ_between_seeds_and_repe
     assert first.lengths(1, 1000, 9) == repeated.lengths(1, 1000, 9) != other.lengths(1, 1000, 9)
 
 
+def test_no_two_workloads_of_a_run_begin_with_the_same_ids(fake: FakeServer) -> None:
+    """A server with a prefix cache would otherwise find the head of one in what another has left."""
+    heads = []
+    for name in ("W1", "W2"):
+        assert serve.main(["--url", fake.url, "--scale", "0.05", "--pairs", "1", "--workloads", name]) == 0
+        heads.append({tuple(body["input_ids"][:3]) for _, body in fake.asked[-3:]})  # both ask three at this scale
+    assert len(heads[0] | heads[1]) == 6
+
+
 # ---- what is counted -------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ def measure(sides: Sequence[Side], plan: Plan) -> Iterator[Run]:
                     run(greet(side, client, Draws(vocab_size, plan.seed + pair, 1000 + repetition, plan.scale)))
                     greeted.append(side.name)
                 while names:
-                    draws = Draws(vocab_size, plan.seed + pair, repetition, plan.scale)
+                    draws = Draws(vocab_size, plan.seed + pair, repetition, plan.scale, names[0])
                     yield one_run(client, draws, Run(side.name, pair, repetition, names.pop(0)))
                 if server is not None:
                     side.outside.append(server.look())

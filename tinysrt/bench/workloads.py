@@ -66,6 +66,7 @@ class Draws:
     seed: int  # of the shape: both sides of a pair have the same
     repetition: int = 0  # other ids, same shape
     scale: float = 1.0  # below 1: a smaller workload of the same form, for a tiny model or a first look
+    workload: str = ""  # other ids for each: none begins as another one does, and finds it in a cache
     shape: np.random.Generator = field(init=False)
     ids: np.random.Generator = field(init=False)
 
@@ -73,7 +74,7 @@ class Draws:
         if self.vocab_size <= FIRST_ID:
             raise ValueError(f"a vocabulary of {self.vocab_size} leaves no token to draw")
         self.shape = np.random.default_rng([self.seed, 0])
-        self.ids = np.random.default_rng([self.seed, 1, self.repetition])
+        self.ids = np.random.default_rng([self.seed, 1, self.repetition, *self.workload.encode()])
 
     def prompt(self, tokens: int) -> list[int]:
         return self.ids.integers(FIRST_ID, self.vocab_size, tokens).tolist()
