@@ -233,7 +233,7 @@ def launch(server_args: ServerArgs, scheduler: Entry | None = None, detokenizer:
         for seat in seats_of_node(server_args):  # first: loading the model takes longest
             entry = scheduler or partial(run_scheduler_process, seat=seat)
             names = ipc_names if replicas == 1 else ipc_names.of_replica(seat.dp_rank)
-            with malloc_for_steps():
+            with malloc_for_steps() if server_args.device == "cpu" else contextlib.nullcontext():
                 launched.spawn(process_name(server_args, seat), entry, names, leads=seat.is_first)
         if replicas > 1:
             from tinysrt.managers.data_parallel_controller import run_data_parallel_controller_process

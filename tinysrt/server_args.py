@@ -179,7 +179,7 @@ class ServerArgs:
     dist_init_addr: str | None = model(None, "host:port of node 0, where the ranks of several machines meet")
     nnodes: int = model(1, "machines that share the ranks evenly; node 0 serves", low=1)
     node_rank: int = model(0, "this machine's number", low=0)
-    device: str | None = model(None, "cpu or cuda; an index such as :0 is dropped", auto="cuda where there is one")
+    device: str | None = model(None, "cpu or cuda; which GPU, CUDA_VISIBLE_DEVICES says", auto="cuda where there is one")
     random_seed: int | None = model(None, "seeds what is drawn by chance", low=0, auto="drawn below 2^30, and logged")
     attention_backend: str | None = model(
         None, "kernels of attention and of the small functions between matmuls; torch_native is plain PyTorch",
@@ -565,9 +565,11 @@ def _resolve_device(device: str | None) -> str:
     has_cuda = torch.cuda.is_available()
     if device is None:
         return "cuda" if has_cuda else "cpu"
-    kind = device.split(":")[0]
+    kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda"):
         raise StartupError(f"--device {device!r} is not one of cpu, cuda")
+    if index not in ("", "0"):
+        raise StartupError(f"--device {device}: say which GPU with CUDA_VISIBLE_DEVICES={index} and --device {kind}")
     if kind == "cuda" and not has_cuda:
         raise StartupError("--device cuda: PyTorch finds no CUDA device; use --device cpu")
     return kind

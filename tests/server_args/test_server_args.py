@@ -198,6 +198,7 @@ def test_a_value_that_asks_for_nothing_new_is_fine(keywords: dict[str, Any]) -> 
         ({"attention_backend": "flashinfer"}, "'flashinfer' is not one of torch_native"),
         ({"dtype": "int8"}, "'int8' is not one of auto"),
         ({"device": "tpu"}, "'tpu' is not one of cpu, cuda"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES=1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_one_line(keywords: dict[str, Any], message: str) -> None:

@@ -1,7 +1,8 @@
 """Paged attention on the CPU: online softmax over blocks of keys, in two shapes.
 
-    decode   one query token per request. A ticket is one KV head of one request. Memory is what costs: each key and
-             value is read once, widened once, and used by all query heads of its group.
+    decode   one query token per request. A ticket is one KV head of one request, or all of them where there are tickets
+             enough. Memory is what costs: each key and value is read once, widened once, and used by all query heads of
+             its group.
     extend   many query tokens of a request. Arithmetic is what costs: two matrix products per block of queries, for
              which the processor has instructions that no loop reaches (AMX, AVX512-BF16). So PyTorch's oneDNN computes
              the products, and kernels do what lies around them: gather, weigh, hand out. (A prompt without a prefix is

@@ -6,8 +6,9 @@ writes, and a fake twin that only says which shape comes out. A call through the
 more, so only a runner that captures asks for this.
 
     as_operators(kernels)   every kernel of a decode step is an operator
-    compilable(kernels)     while torch.compile traces: attention is an operator, the small functions are the plain
-                            PyTorch ones, which the compiler fuses into their neighbors. Else the kernels themselves.
+    compilable(kernels)     while torch.compile traces: attention and rope with its store are operators, norms and
+                            the gate are plain PyTorch, which the compiler fuses into their neighbors. Else the kernels
+                            themselves.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ class StageWorker:
         self.messages = parallel.messages
 
     def launch(self, batch: ForwardBatch, *, delay_sampling: bool = False) -> StepHandle:
+        assert not delay_sampling, "sampling waits for a step of the overlapped loop, and a pipeline has none"
         if not self.parallel.is_last_stage:
             self.runner.forward(batch)
             return AwaitedStep(self.runner, batch, self.messages, self._teller())

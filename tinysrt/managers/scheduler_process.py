@@ -207,7 +207,10 @@ def run_scheduler_process(
     server_args: ServerArgs, ipc_names: IpcNames, pipe: Connection, seat: Seat = FIRST_SEAT
 ) -> None:
     """Entry of the child process; returns after a ShutdownReq."""
-    torch.set_num_threads(1)  # of this thread, which schedules; whichever computes sets its own (`openmp_team.py`)
+    # Of this thread, which schedules; whichever computes sets its own (`openmp_team.py`). PyTorch gives each thread the
+    # process-wide count at its first use: asking is one, so what other threads set later does not reach this one.
+    torch.set_num_threads(1)
+    torch.get_num_threads()
     if not seat.is_first:  # all ranks would log the same
         logging.getLogger("tinysrt").setLevel(logging.WARNING)
     parallel = join(server_args, seat, ipc_names.directory)

@@ -98,28 +98,19 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        v_head_dim: int | None = None,
     ):
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
-        shape_k = (size + page_size, num_kv_heads, head_dim)
-        shape_v = (size + page_size, num_kv_heads, v_head_dim or head_dim)
+        shape = (size + page_size, num_kv_heads, head_dim)
         # zeros, not empty: a NaN left in the dummy slot would spread from a padded lane.
-        self.k_buffer: list[Tensor] = [_zeros(shape_k, dtype, device) for _ in range(num_layers)]
-        self.v_buffer: list[Tensor] = [_zeros(shape_v, dtype, device) for _ in range(num_layers)]
-
-    def set_kv(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots (T,) int64; k (T, kv_heads, head_dim), v (T, kv_heads, v_head_dim). Only slot 0 may occur twice."""
-        self.k_buffer[layer].index_copy_(0, slots, k.to(self.dtype))
-        self.v_buffer[layer].index_copy_(0, slots, v.to(self.dtype))
+        self.k_buffer: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v_buffer: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     @staticmethod
-    def bytes_per_token(
-        num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, v_head_dim: int | None = None
-    ) -> int:
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """What one token costs, all layers together: the figure that turns a memory budget into `size`."""
-        return num_layers * num_kv_heads * (head_dim + (v_head_dim or head_dim)) * dtype.itemsize
+        return num_layers * num_kv_heads * 2 * head_dim * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -56,7 +56,7 @@ CPU_BUCKETS = (1, 2, 4, 8, 16, 32)  # a compiled bucket takes up to a minute: fe
 
 
 def cuda_buckets(largest: int) -> list[int]:
-    """SGLang's: every batch up to 16 wastes at most three lanes, larger ones a few percent."""
+    """SGLang's: no batch up to 16 has more than three idle lanes, up to 256 seven, up to 496 fifteen, then 31."""
     steps = chain((1, 2, 4, 8, 12), range(16, 257, 8), range(272, 497, 16), range(512, largest + 1, 32))
     return with_largest(steps, largest)
 

@@ -75,16 +75,19 @@ class CudaGraphCapture:
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, step: Step) -> Step:
-        # What happens only the first time (workspaces, compiled kernels) must not end up in the graph. It runs on the
-        # capturing stream, because workspaces belong to a stream.
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for _ in range(2):
-                step()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            step()
+        try:
+            # What happens only the first time (workspaces, compiled kernels) must not end up in the graph. It runs on
+            # the capturing stream, because workspaces belong to a stream.
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    step()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                step()
+        except RuntimeError as error:  # the device's own: no memory, or a step that waits for it
+            raise CaptureError(str(error).partition("\n")[0]) from error
         return graph.replay
 
 

@@ -47,6 +47,7 @@ from tinysrt.model_executor.sizing import (
     usable_cores,
 )
 from tinysrt.model_executor.step_result import InputScores, StepResult
+from tinysrt.model_executor.upload import to_device
 from tinysrt.model_executor.weights import load_model
 from tinysrt.observe.progress import OnProgress
 from tinysrt.observe.trace import Recorder
@@ -69,9 +70,10 @@ class ModelRunner:
         self.trace = trace
         self.device = device_of_rank(server_args.device or "cpu", parallel)
         self.dtype = runtime_dtype(server_args.dtype, model_config.dtype, self.device)
+        self.device_bytes = parallel.smallest(device_memory(self.device))  # all ranks capture the same sizes
         self.vocab_size = model_config.vocab_size
         self.num_threads = server_args.num_threads or max(1, usable_cores() // server_args.ranks_on_this_machine())
-        self._prepared_thread: int | None = None
+        self._prepared = threading.local()
         self._prepare_thread()
 
         compiling = server_args.graph_capture == "compile"
@@ -132,7 +134,7 @@ class ModelRunner:
         kind = server_args.graph_capture or "none"
         if kind == "none":
             return
-        buckets = decode_buckets(server_args, self.max_running_requests, device_memory(self.device))
+        buckets = decode_buckets(server_args, self.max_running_requests, self.device_bytes)
         self.graphs = CudaGraphRunner(
             self.model,
             self.attention,
@@ -178,7 +180,7 @@ class ModelRunner:
 
     def remember(self, batch: ForwardBatch, tokens: list[int]) -> None:
         """Tokens that another stage has sampled, for the relay; as `sample` does with its own."""
-        drawn = torch.tensor(tokens, device=self.device)
+        drawn = to_device(tokens, self.device)
         self.relay[batch.req_pool_indices] = drawn.clamp(min=0)
 
     def _fill_from_relay(self, batch: ForwardBatch) -> Tensor:
@@ -189,11 +191,11 @@ class ModelRunner:
 
     def _prepare_thread(self) -> None:
         """The one place that sets the thread count. PyTorch keeps it per thread, so whoever runs a forward sets it."""
-        if self._prepared_thread != threading.get_ident():
+        if not hasattr(self._prepared, "thread"):
             torch.set_num_threads(self.num_threads)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            self._prepared_thread = threading.get_ident()
+            self._prepared.thread = True
 
 
 def load_runner(
@@ -209,7 +211,7 @@ def load_runner(
     def load() -> ModelRunner:
         said = on_progress if parallel.rank == 0 else None
         runner = ModelRunner(server_args, model_config, trace=trace, parallel=parallel, on_progress=said)
-        runner.capture_graphs(server_args, on_progress)
+        runner.capture_graphs(server_args, said)
         return runner
 
     return in_own_thread(load)

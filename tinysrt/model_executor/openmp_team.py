@@ -3,7 +3,7 @@
 Every thread that runs a parallel operator gets a team of its own, which lives as long as that thread. Between two
 operators the team spins, so that the next one starts within a microsecond. But the library (libgomp) counts the threads
 of all teams, and as soon as they are more than the cores it lets every team sleep instead of spin, the one that
-computes included: a decode step has four hundred operators, and wakes its team for each.
+computes included: a decode step starts some two hundred and fifty kernels and products, and wakes its team for each.
 
                                 scheduler's thread      forward thread       2 cores
     loads in the first          team of 2, idle         team of 2, working   4 > 2: all teams sleep     24 ms a step

@@ -104,7 +104,7 @@ class Sampler:
         if statics.all_greedy:
             return best, greedy_ids
         assert info.uniforms is not None
-        if self.kernels.name == "numba":
+        if self.kernels is not REFERENCE:
             return best, torch.where(statics.greedy, greedy_ids, self._draw_all(logits, info.uniforms, statics.filters))
         weights = logits.softmax(dim=-1).nan_to_num_(nan=0.0)  # a NaN row is replaced later; here it must not crash
         drawn = draw(weights, info.uniforms).clamp_(max=logits.shape[1] - 1)
@@ -116,7 +116,8 @@ class Sampler:
     def _draw_all(self, logits: Tensor, uniforms: Tensor, filters: FilterStatics | None) -> Tensor:
         """One kernel draws every row, with or without filters. `logits` are divided by their temperatures already."""
         rows, vocab_size = logits.shape
-        top_k, ones, zeros = torch.full((rows,), vocab_size), torch.ones(rows), torch.zeros(rows)
+        ones = torch.ones(rows, device=logits.device)
+        top_k, zeros = torch.full((rows,), vocab_size, device=logits.device), torch.zeros_like(ones)
         top_p, min_p = ones, zeros
         if filters is not None:
             top_k = top_k.index_copy(0, filters.lanes, filters.top_k.squeeze(1))

@@ -5,7 +5,7 @@ there. A copy from *pinned* memory (which the operating system never moves) is q
 must live until the copy is done: `upload` hands it out, to be kept beside the tensors; `to_device` leaves it to
 PyTorch, whose allocator of pinned memory gives a block away only when the copies that read it are done.
 
-    arrays   [ input_ids ][ positions ][ slots ][ rows ] ...          eight small arrays of a step
+    arrays   [ input_ids ][ positions ][ slots ][ rows ] ...          five to nine small arrays of a step
     pinned   [ input_ids · positions · slots · rows  ... ]            one buffer, each at a multiple of 16 bytes
                              │ one copy
     device   [ ································· ]                   the tensors are views of it

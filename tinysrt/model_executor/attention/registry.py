@@ -28,8 +28,6 @@ class SplitBackend(AttentionBackend):
     """Decode batches go to one backend, all others to another."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend):
-        rest = decode.pool, decode.table, decode.rope_cache, decode.num_heads, decode.scale, decode.windows
-        super().__init__(decode.kernels, *rest)
         self.prefill = prefill
         self.decode = decode
 

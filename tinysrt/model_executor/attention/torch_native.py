@@ -78,8 +78,7 @@ class Plan:
 class TorchNativeBackend(AttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.kernels.name == "torch_native":  # (a backend that derives from this one has a kernel that can do it)
-            self.lanes_attention = masked_decode_attention  # the reference kernel reads lengths on the host
+        self.lanes_attention = masked_decode_attention  # the reference kernel reads lengths on the host
 
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Plan | DecodeLanes:
         if padded_size is not None:
@@ -89,11 +88,6 @@ class TorchNativeBackend(AttentionBackend):
             single, extend, hidden = self._several(batch, window)
             groups = self._decode_groups(single, batch.req_pool_indices, batch.seq_lens_cpu, window)
             views[window] = View(groups, extend, hidden)
-        return Plan(batch.positions, batch.out_cache_loc, views)
-
-    def plan_several(self, batch: ForwardBatch) -> Plan:
-        """For `attend_several`: of an extend batch, the requests with several new tokens and no others."""
-        views = {window: View([], *self._several(batch, window)[1:]) for window in dict.fromkeys(self.windows)}
         return Plan(batch.positions, batch.out_cache_loc, views)
 
     def _several(
@@ -172,26 +166,20 @@ class TorchNativeBackend(AttentionBackend):
         q = self.rope_and_store(layer, qkv, plan.positions, plan.out_cache_loc)
         k_buffer, v_buffer = self.pool.k_buffer[layer], self.pool.v_buffer[layer]
         grouped = q.view(len(q), k_buffer.shape[1], -1, q.shape[-1])  # (T, kv_heads, group, dim)
-        groups = plan.views[self.windows[layer]].decode
+        window = self.windows[layer]
+        view = plan.views[window]
+        groups = view.decode
         if len(groups) == 1 and groups[0].lanes is None:
             return self._decode(grouped, k_buffer, v_buffer, groups[0]).reshape(len(q), -1)
-        out = self.attend_several(layer, q, plan)
+        out = torch.empty_like(q)
+        for request in view.extend:
+            assert view.hidden is not None
+            self._extend(grouped, k_buffer, v_buffer, request, view.hidden, window, out.view(grouped.shape))
         for group in groups:
             assert group.lanes is not None
             attended = self._decode(grouped.index_select(0, group.lanes), k_buffer, v_buffer, group)
             out.index_copy_(0, group.lanes, attended.reshape(len(group.lanes), -1, q.shape[-1]))
         return out.view(len(q), -1)
-
-    def attend_several(self, layer: int, q: Tensor, plan: Plan) -> Tensor:
-        """(T, heads, dim), filled where a request has several new tokens; the other rows are left as they come."""
-        k_buffer, v_buffer, window = self.pool.k_buffer[layer], self.pool.v_buffer[layer], self.windows[layer]
-        out = torch.empty_like(q)
-        shape = len(q), k_buffer.shape[1], -1, q.shape[-1]
-        view = plan.views[window]
-        for request in view.extend:
-            assert view.hidden is not None
-            self._extend(q.view(shape), k_buffer, v_buffer, request, view.hidden, window, out.view(shape))
-        return out
 
     def _decode(self, q: Tensor, k_buffer: Tensor, v_buffer: Tensor, group: DecodeGroup) -> Tensor:
         """q: (n, kv_heads, group, dim). Requests are the batch axis, KV heads the heads, the group the query rows."""
