@@ -179,7 +179,7 @@ class ServerArgs:
     dist_init_addr: str | None = model(None, "host:port of node 0, where the ranks of several machines meet")
     nnodes: int = model(1, "machines that share the ranks evenly; node 0 serves", low=1)
     node_rank: int = model(0, "this machine's number", low=0)
-    device: str | None = model(None, "cpu or cuda; which GPU, CUDA_VISIBLE_DEVICES says", auto="cuda where there is one")
+    device: str | None = model(None, "cpu or cuda (CUDA_VISIBLE_DEVICES says which)", auto="cuda where there is one")
     random_seed: int | None = model(None, "seeds what is drawn by chance", low=0, auto="drawn below 2^30, and logged")
     attention_backend: str | None = model(
         None, "kernels of attention and of the small functions between matmuls; torch_native is plain PyTorch",

@@ -87,9 +87,8 @@ class BatchResultProcessor:
         self.trace = trace
         self.judge = judge or judge_text
 
-    def process(self, flight: InFlight) -> int:
+    def process(self, flight: InFlight, result: StepResult) -> int:
         """Apply the result of a launched step; returns how many tokens were appended."""
-        result = flight.handle.result()
         touched: list[Req] = []
         appended = 0
         for lane, req in enumerate(flight.reqs):

@@ -466,7 +466,8 @@ class Scheduler:
                     self.trace.event("chunked", rid=req.rid, done=req.extend_end, prompt_len=req.num_tokens)
 
     def process_batch_result(self, flight: InFlight) -> None:
-        tokens = self.processor.process(flight)
+        result = flight.handle.result()
+        tokens = self.processor.process(flight, result)
         if self.trace.on:
             self.trace.event("forward_done", step=flight.step, tokens=tokens)
         for rid, reply_to in self.pending_health_checks:
@@ -474,7 +475,7 @@ class Scheduler:
         self.pending_health_checks.clear()
         self.report.count(flight.forward_mode, tokens)
         if flight.forward_mode is ForwardMode.DECODE:
-            self.report.log_decode(self.seats, self.now)
+            self.report.log_decode(self.seats, self.now, cuda_graph=result.cuda_graph)
         if flight.forward_mode.is_extend() or self.report.decode_steps % LOAD_SNAPSHOT_INTERVAL == 0:
             self.outbox.to_tokenizer(self.load_snapshot())
         if self.args.debug_invariants:

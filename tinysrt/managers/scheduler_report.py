@@ -65,14 +65,15 @@ class SchedulerReport:
             len(seats.waiting_queue),
         )
 
-    def log_decode(self, seats: Seats, now: float) -> None:
+    def log_decode(self, seats: Seats, now: float, *, cuda_graph: bool) -> None:
         if self.decode_steps % self.decode_log_interval == 0:
             logger.info(
-                "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
-                "#queue-req: %d",
+                "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, "
+                "gen throughput (token/s): %.2f, #queue-req: %d",
                 len(seats.running_batch),
                 self.used_tokens(),
                 self.used_tokens() / self.limits.capacity,
+                cuda_graph,
                 self.throughput(now),
                 len(seats.waiting_queue),
             )

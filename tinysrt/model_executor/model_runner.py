@@ -153,8 +153,10 @@ class ModelRunner:
         if batch.table_update is not None:
             self.table.view(-1)[batch.table_update.flat_index] = batch.table_update.slots
         input_ids = self._fill_from_relay(batch)
-        bucket = self.graphs.bucket_for(batch) if self.graphs is not None else None
+        bucket = self._bucket(batch)
         if self.graphs is not None and bucket is not None:
+            if self.trace.on:
+                self.trace.event("replayed", step=batch.step, bucket=bucket)
             return LogitsOutput(self.graphs.replay(input_ids, batch, bucket))
         attend = partial(self.attention.attend, plan=self.attention.plan(batch))
         hidden = self.model(input_ids, attend)
@@ -175,8 +177,13 @@ class ModelRunner:
         tokens = output.next_token_ids.tolist()
         if self.trace.on:
             self.trace.event("sampled", step=batch.step, rows=batch.rows_cpu, tokens=tokens)
-        result = StepResult(next_token_ids=[[token] for token in tokens])
+        replayed = self._bucket(batch) is not None
+        result = StepResult(next_token_ids=[[token] for token in tokens], cuda_graph=replayed)
         return result if batch.logprob is None else _with_scores(result, output, batch)
+
+    def _bucket(self, batch: ForwardBatch) -> int | None:
+        """Which captured step is replayed for this batch; None: none, it runs eagerly."""
+        return None if self.graphs is None else self.graphs.bucket_for(batch)
 
     def remember(self, batch: ForwardBatch, tokens: list[int]) -> None:
         """Tokens that another stage has sampled, for the relay; as `sample` does with its own."""

@@ -25,3 +25,4 @@ class StepResult:
     output_top: list[list[list[tuple[float, int]]] | None] | None = None
     output_token_ids: list[list[list[tuple[float, int]]] | None] | None = None
     input_scores: list[InputScores | None] | None = None
+    cuda_graph: bool = False  # the forward was a replay of a captured step, whatever captured it

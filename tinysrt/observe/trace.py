@@ -65,6 +65,7 @@ EVENTS: dict[str, EventKind] = {
         + ("free_tokens", "evictable_tokens", "protected_tokens"),
     ),
     "forward_launched": EventKind("scheduler", "the batch went to the worker", ("step", "mode", "rids", "tokens")),
+    "replayed": EventKind("scheduler", "it is a captured step of `bucket` lanes", ("step", "bucket")),
     "sampled": EventKind("scheduler", "the model runner drew the next tokens", ("step", "rows", "tokens")),
     "forward_done": EventKind("scheduler", "its result is on the host and processed", ("step", "tokens")),
     "appended": EventKind("scheduler", "the request's output grew", ("token", "output_len")),
