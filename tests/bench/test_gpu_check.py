@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tinysrt.bench import gpu, gpu_correct, gpu_speed
-from tinysrt.bench.gpu import passed, run_section
+from tinysrt.bench import gpu, gpu_correct, gpu_speed, machine_rates
+from tinysrt.bench.gpu import outcome, run_section
 from tinysrt.bench.gpu_bench import FAIL, MISSING, PASS, SKIPPED, TINY, Bench, Line
 from tinysrt.kernels.kernel_set import REFERENCE
+from tinysrt.model_executor.sampler import Sampler
 
 TOY = ["--device", "cpu", "--size", "tiny", "--time-limit", "1000"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -43,14 +44,25 @@ def test_the_correctness_sections_on_toy_shapes(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) <= gpu.LAST_LINES
 
 
-@pytest.mark.slow
-def test_the_sections_that_measure_on_toy_shapes(tmp_path):
+def test_the_sections_that_measure_on_toy_shapes(tmp_path, capsys, monkeypatch):
+    """They judge nothing, so nothing fails; and they measure the rates themselves where section 1 was not asked for."""
     torch.set_num_threads(1)
-    assert gpu.main([*TOY, "--out", str(tmp_path), "--sections", "1", "4", "6", "7"]) == 0
+    monkeypatch.setattr(machine_rates, "TRIES", 2)
+    monkeypatch.setitem(machine_rates.MATMUL_SIZE, "cpu", 64)
+    assert gpu.main([*TOY, "--out", str(tmp_path), "--sections", "6", "7"]) == 0
+    assert "nothing judged" in capsys.readouterr().out
     record = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert not record["passed"] and record["details"]["rates"]["read"] > 0
     assert [row["batch"] for row in record["details"]["decode"]] == TINY.decode_batches
     assert [(row["requests"], row["tokens"]) for row in record["details"]["prefill"]] == TINY.prefills
-    assert all(line["verdict"] in (PASS, "") for line in record["lines"])
+    assert all(line["verdict"] == "" for line in record["lines"])
+
+
+@pytest.mark.parametrize("section", ["0", "10", "12"])
+def test_a_section_that_there_is_not_is_refused(section, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([*TOY, "--sections", section])
+    assert "invalid choice" in capsys.readouterr().err
 
 
 @pytest.mark.e2e
@@ -87,7 +99,48 @@ def test_a_wrong_kernel_fails_and_so_does_one_that_moves(bench):
     verdicts = {line.case: line.verdict for line in bench.lines}
     assert verdicts["rms_norm"] == verdicts["silu_and_mul"] == FAIL
     assert verdicts["decode_attention"] == verdicts["sample_tokens"] == PASS
-    assert not passed(bench.lines)
+    assert outcome(bench.lines) == "NOT PASSED"
+    assert "moves" in next(line.measured for line in bench.lines if line.case == "silu_and_mul")
+
+
+def test_a_kernel_that_raises_is_wrong_and_the_others_are_judged(bench):
+    def broken(x, weight, eps):
+        raise ValueError("no tile fits\nmore words")
+
+    bench.kernels = replace(REFERENCE, rms_norm=broken)
+    gpu_correct.kernels_against_float64(bench)
+    lines = {line.case: line for line in bench.lines}
+    wrong = lines.pop("rms_norm")
+    assert wrong.verdict == FAIL and wrong.measured.endswith("ValueError: no tile fits")
+    assert {line.verdict for line in lines.values()} == {PASS} and "decode_attention" in lines
+
+
+def test_the_end_of_the_time_is_no_fault_of_the_kernel_that_runs(bench):
+    bench.kernels = replace(REFERENCE, rms_norm=lambda x, weight, eps: time.sleep(60))
+    bench.deadline = time.monotonic() + 3
+    run_section(bench, "2 kernels", gpu_correct.kernels_against_float64)
+    assert [line.verdict for line in bench.lines] == [SKIPPED]
+
+
+def test_what_is_expected_of_the_sampling_kernel_lies_on_its_device(bench):
+    bench.device = torch.device("meta")
+    *_, call, expected = gpu_correct.sampling_case(bench)
+    assert expected.device == call().device
+
+
+def test_sampled_steps_are_watched_for_waiting_too(bench, monkeypatch):
+    seen = set()
+
+    def sample(self, logits, info, relay, original=Sampler._sample):
+        statics = info.statics
+        if None not in (statics.temperatures, statics.filters, statics.penalties, statics.bias):
+            seen.add(info.penalty_starts[0] is None)
+        return original(self, logits, info, relay)
+
+    monkeypatch.setattr(Sampler, "_sample", sample)
+    gpu_correct.graphs(bench)
+    assert seen == {False, True}  # a prefill, which starts the counts, and a decode step, which adds to them
+    assert bench.lines[-1].case == "no step waits for the device" and bench.lines[-1].verdict == PASS
 
 
 def test_nan_is_an_error():
@@ -102,7 +155,7 @@ def test_a_section_that_fails_does_not_stop_the_rest(bench):
     run_section(bench, "2 fine", lambda bench: bench.verdict("2 fine", "works", True))
     assert [(line.section, line.verdict) for line in bench.lines] == [("1 broken", FAIL), ("2 fine", PASS)]
     assert bench.lines[0].measured == "ValueError: no such thing"
-    assert not passed(bench.lines)
+    assert outcome(bench.lines) == "NOT PASSED"
 
 
 def test_a_section_ends_with_the_time_limit(bench):
@@ -110,7 +163,7 @@ def test_a_section_ends_with_the_time_limit(bench):
     run_section(bench, "1 slow", lambda bench: time.sleep(60))
     run_section(bench, "2 late", lambda bench: bench.verdict("2 late", "never runs", True))
     assert [(line.section, line.verdict) for line in bench.lines] == [("1 slow", SKIPPED), ("2 late", SKIPPED)]
-    assert not passed(bench.lines), "nothing was checked"
+    assert outcome(bench.lines) == "nothing judged"
 
 
 def test_a_best_token_may_differ_only_where_its_lead_is_within_the_error():

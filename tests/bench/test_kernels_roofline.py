@@ -181,10 +181,31 @@ def test_a_set_that_was_asked_for_and_is_not_there_is_an_error(monkeypatch):
 
     monkeypatch.setattr(kernels, "load_kernels", refuse)
     with pytest.raises(StartupError, match="no numba"):
-        kernels.candidates(torch.device("cpu"), ["torch_native", "numba"])
-    sets, missing = kernels.candidates(torch.device("cpu"), None)
+        kernels.candidates(torch.device("cpu"), "auto", ["torch_native", "numba"])
+    sets, missing = kernels.candidates(torch.device("cpu"), "auto", None)
     assert not sets and missing == {"numba": "no numba"}
-    assert kernels.candidates(torch.device("cuda"), None)[1] == {"triton": "no triton"}
+    assert kernels.candidates(torch.device("cuda"), "auto", None)[1] == {"triton": "no triton"}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name", "why"),
+    [
+        ("cuda", "auto", "numba", "numba kernels run on cpu, not on cuda"),
+        ("cpu", "auto", "triton", "triton kernels run on cuda, not on cpu"),
+        ("cpu", "float16", "numba", "no numba kernels for float16"),
+    ],
+)
+def test_a_set_that_does_not_fit_is_refused_by_name_before_it_is_loaded(monkeypatch, device, dtype, name, why):
+    monkeypatch.setattr(kernels, "load_kernels", lambda name: pytest.fail(f"{name} was loaded"))
+    with pytest.raises(StartupError, match=why):
+        kernels.candidates(torch.device(device), dtype, [name])
+
+
+def test_numba_is_left_out_of_float16_with_a_reason():
+    assert kernels.candidates(torch.device("cpu"), "half", None) == (
+        {},
+        {"numba": "there are no numba kernels for half"},
+    )
 
 
 def test_flags_that_make_no_sense_are_refused(llama):

@@ -148,8 +148,8 @@ def test_a_server_that_is_not_there_or_silent_voids_the_run() -> None:
 def test_only_gaps_that_touch_the_interval_count() -> None:
     answer = Answer(sent=0.0, arrivals=[1.0, 2.0, 5.0, 6.0, 9.0])
     assert answer.gaps == [1.0, 3.0, 1.0, 3.0]
-    assert gaps_during(answer, 2.5, 5.5) == [3.0, 1.0]
-    assert gaps_during(answer, 9.5, 10.0) == []
+    assert gaps_during(answer.arrivals, 2.5, 5.5) == [3.0, 1.0]
+    assert gaps_during(answer.arrivals, 9.5, 10.0) == []
 
 
 # ---- two servers in turn ---------------------------------------------------------------------------------

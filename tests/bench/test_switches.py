@@ -86,12 +86,16 @@ def test_every_switch_is_measured_or_says_why_not(bench: Bench, switch: Switch) 
 
 
 def test_sides_share_a_model_unless_the_runner_itself_is_switched(bench: Bench) -> None:
-    by_name = {switch.name: switch for switch in SWITCHES}
-    assert not by_name["radix cache"].needs_two_models(bench.args)
-    assert by_name["pages of 16"].needs_two_models(bench.args)
     flags = with_flags(bench.args, chunked_prefill_size=64), with_flags(bench.args, disable_radix_cache=True)
     assert bench.runner(flags[0]) is bench.runner(flags[1])
     assert bench.runner(with_flags(bench.args, page_size=16)) is not bench.runner(flags[0])
+
+
+def test_a_side_that_allows_one_request_does_not_size_the_runner_of_both(bench: Bench) -> None:
+    fresh = Bench(bench.args, bench.config, pairs=1)
+    runner = fresh.runner(with_flags(bench.args, max_running_requests=1))
+    assert runner.max_running_requests > 1
+    assert fresh.runner(with_flags(bench.args)) is runner
 
 
 def test_a_gain_is_the_median_over_pairs_of_off_against_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,13 @@ class Line:
     verdict: str = SEEN
 
 
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:90]
+
+
 @dataclass
 class Bench:
-    """What the sections share. They only add lines and details; section 1 sets the rates."""
+    """What the sections share. They only add lines and details; the first that needs the rates sets them."""
 
     device: torch.device
     sizes: Sizes

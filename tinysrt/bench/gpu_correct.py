@@ -6,7 +6,9 @@ Everything here runs on a CPU as well, on toy shapes with the reference kernels;
 from __future__ import annotations
 
 import json
+import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinysrt.bench.gpu_bench import Bench, Line, step_ms
+from tinysrt.bench.gpu_bench import Bench, Line, first_line, step_ms
 from tinysrt.bench.in_process import InProcess, with_scheduler
 from tinysrt.bench.overlap import block
 from tinysrt.bench.steps import decode_batch, make_batch, make_runner, prefill_batch
@@ -44,18 +46,28 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 
 def kernels_against_float64(bench: Bench) -> None:
-    found: dict[str, list[tuple[str, float, bool]]] = {}
+    found: dict[str, list[tuple[str, float, str]]] = {}
     for name, case, tolerance, call, expected in kernel_cases(bench):
-        first, second = call(), call()
-        wrong = error(first, expected)
-        right = wrong <= tolerance and torch.equal(first, second)
-        found.setdefault(name, []).append((case, wrong, right))
+        found.setdefault(name, []).append((case, *tried(call, expected, tolerance)))
     for name, cases in found.items():
-        failed = [case for case, _, right in cases if not right]
+        failed = [f"{case}: {fault}" for case, _, fault in cases if fault]
         what = f"{len(cases)} cases" if not failed else f"{len(failed)} of {len(cases)} wrong: {failed[0]}"
         worst = max((wrong for _, wrong, _ in cases), key=lambda wrong: (wrong != wrong, wrong))  # NaN is the worst
         bench.verdict("2 kernels", name, not failed, measured=what, reference="float64, twice", value=f"{worst:.1e}")
     bench.details["kernels"] = found
+
+
+def tried(call: Callable[[], Tensor], expected: Tensor, tolerance: float) -> tuple[float, str]:
+    """(error, what is wrong). A kernel that raises is wrong too, and the verdicts on the others are not lost."""
+    try:
+        first, second = call(), call()
+        wrong = error(first, expected)
+        if not wrong <= tolerance:  # NaN neither
+            return wrong, "too far off"
+        return wrong, "" if torch.equal(first, second) else "moves"
+    except Exception as raised:  # whatever it is
+        traceback.print_exc()
+        return math.nan, first_line(raised)
 
 
 Case = tuple[str, str, float, Callable[[], Tensor], Tensor]
@@ -195,7 +207,8 @@ def sampling_case(bench: Bench) -> Case:
     def differing() -> Tensor:
         return (bench.kernels.sample_tokens(logits, *arguments) != expected).double().mean().view(1)
 
-    return "sample_tokens", f"vocabulary {bench.sizes.vocab:,}", DRAWS_TOLERANCE, differing, torch.zeros(1)
+    none = torch.zeros(1, device=device)
+    return "sample_tokens", f"vocabulary {bench.sizes.vocab:,}", DRAWS_TOLERANCE, differing, none
 
 
 FILTERS = ([0.7, 1.0, 1.3, 1.0], [0.9, 1.0, 0.5, 1.0], [0.0, 0.0, 0.01, 0.05])  # temperature, top-p, min-p
@@ -304,7 +317,7 @@ def compare_logits(rows: list[tuple[int, Tensor]], expected: Tensor) -> tuple[fl
 def graphs(bench: Bench) -> None:
     name, buckets = next(iter(bench.sizes.models)), bench.sizes.buckets
     before, begin = allocated(bench), time.monotonic()
-    runner, args = runner_of(bench, config_folder(bench, name), buckets[-1], 256, graphs=buckets)
+    runner, _ = runner_of(bench, config_folder(bench, name), buckets[-1], 256, graphs=buckets)
     captured = runner.graphs
     assert captured is not None
     seconds, used = time.monotonic() - begin, allocated(bench) - before
@@ -326,7 +339,13 @@ def graphs(bench: Bench) -> None:
     too_many = replace(beyond, seq_lens_cpu=[100] * (buckets[-1] + 1))
     bench.verdict("4 graphs", "largest bucket + 1 runs eagerly", captured.bucket_for(too_many) is None)
     waits = []
-    for case, batch in {"decode": decode_batch(runner, 1, 100), "prefill": prefill_batch(runner, 50)}.items():
+    batches = {
+        "prefill": prefill_batch(runner, 50),
+        "decode": decode_batch(runner, 1, 100),
+        "prefill, sampled": prefill_batch(runner, 50, sampling=SAMPLED),  # starts the counts of the penalties
+        "decode, sampled": decode_batch(runner, 1, 100, SAMPLED),
+    }
+    for case, batch in batches.items():
         for captured_too in (True, False):
             runner.graphs = captured if captured_too else None
             waits_for_device(bench, runner, batch)  # the first time, kernels are compiled
@@ -336,21 +355,31 @@ def graphs(bench: Bench) -> None:
     bench.verdict("4 graphs", "no step waits for the device", not waits, measured="; ".join(waits)[:80])
 
 
+SAMPLED = SamplingParams(
+    temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, frequency_penalty=0.5, presence_penalty=0.5,
+    repetition_penalty=1.2, logit_bias={3: 1.0}, sampling_seed=3,
+)  # fmt: skip
+
+
 def allocated(bench: Bench) -> int:
     return torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] if bench.on_gpu else 0
 
 
 def waits_for_device(bench: Bench, runner: ModelRunner, batch: Any) -> str:
     """PyTorch's own check, set to raise. Without a GPU nothing can wait."""
+
+    def step() -> None:
+        logits = runner.forward(batch)
+        assert logits is not None
+        runner.sample(logits, batch)
+
     if not bench.on_gpu:
-        runner.forward(batch)
+        step()
         return ""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        logits = runner.forward(batch)
-        assert logits is not None
-        runner.sample(logits, batch)
+        step()
     except RuntimeError as error:
         return str(error).splitlines()[0]
     finally:

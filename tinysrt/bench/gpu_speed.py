@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 
 from tinysrt.bench import machine_rates, report
 from tinysrt.bench.dialects import DIALECTS, Answer, Client
-from tinysrt.bench.gpu_bench import MISSING, SKIPPED, Bench, Line, step_ms, timed_ms
+from tinysrt.bench.gpu_bench import MISSING, SKIPPED, Bench, Line, first_line, step_ms, timed_ms
 from tinysrt.bench.gpu_correct import config_folder, runner_of
 from tinysrt.bench.managed import ManagedServer
 from tinysrt.bench.model_cost import ModelCost, Rates, Work
@@ -43,20 +44,11 @@ def environment(bench: Bench) -> None:
     versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "triton") if package in machine)
     bench.details["gpu"] = f"{name}, {versions}"
     bench.say(Line("1 environment", name[:40], about, versions))
-    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
-    bench.rates = Rates(
-        read=machine_rates.read_rate(bench.device, *(() if bench.on_gpu else (64,))),
-        matmul=machine_rates.matmul_rate(bench.device, dtype),
-    )
-    shown = f"{bench.rates.read / 1e9:,.0f} GB/s; {bench.rates.matmul / 1e12:,.1f} TFLOP/s {str(dtype)[6:]}"
-    bench.say(Line("1 environment", "copy; matmul", shown, "the ceilings below"))
-    bench.details["rates"] = {"read": bench.rates.read, "matmul": bench.rates.matmul}
+    rates_of(bench)
 
 
 def driver_version() -> str:
     """NVML says it; PyTorch's own binding needs a package that may be absent."""
-    import subprocess
-
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
@@ -64,13 +56,21 @@ def driver_version() -> str:
         return "unknown"
 
 
-# ---- 6 decode, 7 prefill ---------------------------------------------------------------------------------
-
-
 def rates_of(bench: Bench) -> Rates:
+    """Measured for whoever asks first: with --sections that may be section 6 or 7."""
     if bench.rates is None:
-        raise RuntimeError("section 1 has measured no ceilings")
+        dtype = torch.bfloat16 if bench.on_gpu else torch.float32
+        bench.rates = rates = Rates(
+            read=machine_rates.read_rate(bench.device, *(() if bench.on_gpu else (64,))),
+            matmul=machine_rates.matmul_rate(bench.device, dtype),
+        )
+        shown = f"{rates.read / 1e9:,.0f} GB/s; {rates.matmul / 1e12:,.1f} TFLOP/s {str(dtype)[6:]}"
+        bench.say(Line("1 environment", "copy; matmul", shown, "the ceilings below"))
+        bench.details["rates"] = {"read": rates.read, "matmul": rates.matmul}
     return bench.rates
+
+
+# ---- 6 decode, 7 prefill ---------------------------------------------------------------------------------
 
 
 def percent(floor_s: float, found_ms: float) -> str:
@@ -212,7 +212,7 @@ def server(bench: Bench) -> None:
             bench.verdict("8 server", f"{sizes.streams} streams, {turn}", True, measured=shown,
                           reference=f"{said['tokens_per_s']:,.0f} tok/s",
                           value=f"{said['cached']:.0%} of prompts cached")  # fmt: skip
-        family = {process.pid for process in running._family()}
+        family = {process.pid for process in running.family()}
     left = [pid for pid in family - before if psutil.pid_exists(pid)]
     bench.verdict("8 server", "a clean stop", not left, measured=f"processes left: {len(left)}")
 
@@ -249,8 +249,7 @@ def peers(bench: Bench) -> None:
         except (ImportError, AttributeError, NotImplementedError) as error:
             bench.say(Line("9 peers", name, str(error).splitlines()[0][:60], verdict=MISSING))
         except Exception as error:  # somebody else's code: a line, not our failure
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:80]
-            bench.say(Line("9 peers", name, reason, verdict=SKIPPED))
+            bench.say(Line("9 peers", name, first_line(error), verdict=SKIPPED))
 
 
 @torch.inference_mode()

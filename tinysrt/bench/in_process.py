@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from tinysrt.bench.dialects import RunVoid
 from tinysrt.bench.fake_model import ListInbox, ListOutbox
+from tinysrt.bench.workloads import gaps_during
 from tinysrt.managers.scheduler import Scheduler
 from tinysrt.managers.scheduler_process import assemble
 from tinysrt.messages import BatchTokenIDOut, FlushCacheReqInput, TokenizedGenerateReqInput
@@ -74,13 +75,7 @@ class Played:
         """The longest any other request waited for a token while the newcomer's prompt was computed."""
         begin, end = self.sent[newcomer], self.arrivals[newcomer][0]
         others = [times for i, times in enumerate(self.arrivals) if i != newcomer]
-        gaps = [
-            after - before
-            for times in others
-            for before, after in zip(times, times[1:], strict=False)
-            if after > begin and before < end
-        ]
-        return max(gaps, default=0.0)
+        return max((gap for times in others for gap in gaps_during(times, begin, end)), default=0.0)
 
 
 class InProcess:

@@ -232,15 +232,24 @@ def expert_cases(scene: Scene, phase: str, tokens: int) -> list[Case]:
 # ---- measuring -----------------------------------------------------------------------------------------
 
 
-def candidates(device: torch.device, asked: Sequence[str] | None) -> tuple[dict[str, KernelSet], dict[str, str]]:
-    """(sets to time beside the reference, why others are not among them)."""
-    wanted = [name for name in NAMES if name != "torch_native" and (name == "triton") == (device.type == "cuda")]
+RUNS_ON = {"numba": "cpu", "triton": "cuda"}  # torch_native runs everywhere
+
+
+def candidates(
+    device: torch.device, dtype: str, asked: Sequence[str] | None
+) -> tuple[dict[str, KernelSet], dict[str, str]]:
+    """(sets to time beside the reference, why others are not there). `dtype` as typed: on a CPU auto is not float16."""
     sets: dict[str, KernelSet] = {}
     missing: dict[str, str] = {}
-    for name in asked if asked is not None else wanted:
+    fitting = [name for name, where in RUNS_ON.items() if where == device.type]
+    for name in fitting if asked is None else asked:
         if name == "torch_native":
             continue  # always there
         try:
+            if name not in fitting:
+                raise StartupError(f"the {name} kernels run on {RUNS_ON[name]}, not on {device.type}")
+            if name == "numba" and dtype in ("half", "float16"):
+                raise StartupError(f"there are no numba kernels for {dtype}")
             sets[name] = load_kernels(name)
         except StartupError as error:
             if asked is not None:
@@ -335,7 +344,7 @@ def main(argv: Sequence[str]) -> int:
     threads = cli.threads or usable_cores()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    sets, missing = candidates(device, cli.kernels)
+    sets, missing = candidates(device, cli.dtype, cli.kernels)
     path = str(resolve_model_path(cli.model_path or ensure_demo_model(), weights=False))
     config = ModelConfig.from_pretrained(path, dtype=cli.dtype, load_format="dummy")
     dtype = runtime_dtype(cli.dtype, config.dtype, device)

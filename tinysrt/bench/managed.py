@@ -109,7 +109,7 @@ class ManagedServer:
 
     def look(self) -> dict[str, Any]:
         """From outside, while no request runs: memory in MiB, and percent of one core that it burns idle."""
-        family = self._family()
+        family = self.family()
         before = sum(_cpu_seconds(process) for process in family)
         begin = time.monotonic()
         time.sleep(IDLE_WINDOW)
@@ -120,7 +120,7 @@ class ManagedServer:
             "idle_cpu_percent": round(100 * burnt / (time.monotonic() - begin), 2),
         }
 
-    def _family(self) -> list[psutil.Process]:
+    def family(self) -> list[psutil.Process]:
         assert self._process is not None
         try:
             parent = psutil.Process(self._process.pid)

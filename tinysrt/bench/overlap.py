@@ -17,7 +17,10 @@ from typing import Any
 from rich.table import Table
 
 from tinysrt.bench import report
+from tinysrt.bench.dialects import RunVoid
 from tinysrt.bench.in_process import InProcess, with_scheduler
+from tinysrt.bench.workloads import FIRST_ID
+from tinysrt.errors import StartupError
 from tinysrt.messages import AbortReq, FlushCacheReqInput, TokenizedGenerateReqInput
 from tinysrt.model_executor.model_config import ModelConfig
 from tinysrt.model_executor.model_runner import ModelRunner, load_runner
@@ -26,23 +29,34 @@ from tinysrt.sampling_params import SamplingParams
 from tinysrt.server_args import ServerArgs
 from tinysrt.text.demo_model import ensure_demo_model
 
+WARM_UP = 5  # turns before the clock starts
+SPARE = 8  # turns: a prefill joins the batch one or two later
+
 
 def block(side: InProcess, batch_size: int, prompt: int, steps: int) -> float:
     """Seconds per decode step of `batch_size` requests; leaves everything free."""
+    limits, tokens = side.scheduler.limits, WARM_UP + steps + SPARE
     for i in range(batch_size):
-        ids = [(i * 7919 + j) % 40_000 + 3 for j in range(prompt)]
-        params = SamplingParams(max_new_tokens=1000, top_k=1, ignore_eos=True)
+        ids = [(i * 7919 + j) % (limits.vocab_size - FIRST_ID) + FIRST_ID for j in range(prompt)]
+        params = SamplingParams(max_new_tokens=tokens, top_k=1, ignore_eos=True)
         side.inbox.messages.append(
             TokenizedGenerateReqInput(rid=f"r{i}", reply_to="", input_ids=ids, sampling_params=params)
         )
-    while len(side.scheduler.seats.running_batch) < batch_size:
+    for _ in range(batch_size * prompt + SPARE):  # each turn computes a token of a prompt, at least
+        if len(side.scheduler.seats.running_batch) == batch_size:
+            break
         side.turn()
-    for _ in range(5):
+    for _ in range(WARM_UP):
         side.turn()
     start = time.perf_counter()
     for _ in range(steps):
         side.turn()
     seconds = (time.perf_counter() - start) / steps
+    if len(side.scheduler.seats.running_batch) != batch_size:  # it never formed, or somebody has left it
+        raise RunVoid(
+            f"{batch_size} requests of {prompt + tokens} tokens do not run together: "
+            f"at most {limits.max_running_requests} may, and the KV pool holds {limits.capacity} tokens"
+        )
     side.inbox.messages += [AbortReq(abort_all=True), FlushCacheReqInput(reply_to="")]
     side.turn()
     return seconds
@@ -85,10 +99,16 @@ def main(argv: Sequence[str]) -> int:
     ).resolve()
     config = ModelConfig.from_pretrained(str(args.model_path), context_length=4096, dtype=cli.dtype)
     runner = load_runner(args, config, trace=Recorder("bench"))
-    rows = [
-        measure(runner, args, batch_size=size, prompt=cli.prompt, steps=cli.steps, pairs=cli.pairs)
-        for size in cli.batch_sizes
-    ]
+    largest, limit = max(cli.batch_sizes), runner.max_running_requests
+    if largest > limit:
+        raise StartupError(f"--batch-sizes {largest}: at most {limit} requests run at once on this machine")
+    try:
+        rows = [
+            measure(runner, args, batch_size=size, prompt=cli.prompt, steps=cli.steps, pairs=cli.pairs)
+            for size in cli.batch_sizes
+        ]
+    except RunVoid as error:
+        raise StartupError(f"the run is void: {error}") from None
     table = Table(title=f"decode step, {runner.dtype}, {runner.num_threads} threads, median of {cli.pairs} pairs")
     for name in ("batch", "normal ms", "overlap ms", "overlap / normal", "normal / normal (noise)"):
         table.add_column(name, justify="right")

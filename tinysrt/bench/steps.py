@@ -27,6 +27,7 @@ from tinysrt.sampling_params import SamplingParams
 from tinysrt.server_args import ServerArgs
 
 WARM_UP = 2
+GREEDY = SamplingParams(top_k=1)
 
 
 def make_runner(args: ServerArgs, config: ModelConfig) -> ModelRunner:
@@ -50,23 +51,29 @@ def pool_bytes(config: ModelConfig, dtype: str, device: str, requests: int) -> i
     return per_token * max(requests * config.context_len, MIN_TOKENS)
 
 
-def decode_batch(runner: ModelRunner, batch: int, context: int) -> ForwardBatch:
+def decode_batch(runner: ModelRunner, batch: int, context: int, sampling: SamplingParams = GREEDY) -> ForwardBatch:
     """One token for each of `batch` requests with `context` positions, the new one included."""
-    return make_batch(runner.table, runner.vocab_size, [1] * batch, [context - 1] * batch, ForwardMode.DECODE)
+    return make_batch(runner.table, runner.vocab_size, [1] * batch, [context - 1] * batch, ForwardMode.DECODE, sampling)
 
 
-def prefill_batch(runner: ModelRunner, new: int, requests: int = 1, prefix: int = 0) -> ForwardBatch:
-    return make_batch(runner.table, runner.vocab_size, [new] * requests, [prefix] * requests, ForwardMode.EXTEND)
+def prefill_batch(
+    runner: ModelRunner, new: int, requests: int = 1, prefix: int = 0, sampling: SamplingParams = GREEDY
+) -> ForwardBatch:
+    news, prefixes = [new] * requests, [prefix] * requests
+    return make_batch(runner.table, runner.vocab_size, news, prefixes, ForwardMode.EXTEND, sampling)
 
 
-def make_batch(table: Tensor, vocab_size: int, news: list[int], prefixes: list[int], mode: ForwardMode) -> ForwardBatch:
+def make_batch(
+    table: Tensor, vocab_size: int, news: list[int], prefixes: list[int], mode: ForwardMode,
+    sampling: SamplingParams = GREEDY,
+) -> ForwardBatch:  # fmt: skip
     """Row i + 1 adds news[i] tokens after prefixes[i]; the table knows the slots of all of them."""
     rows = torch.arange(1, len(news) + 1)
     ends = [new + prefix for new, prefix in zip(news, prefixes, strict=True)]
     positions = torch.cat([torch.arange(prefix, end) for prefix, end in zip(prefixes, ends, strict=True)])
     owners = torch.repeat_interleave(rows, torch.tensor(news))
-    greedy = SamplingBatchInfo.for_requests(
-        [SamplingParams(top_k=1)] * len(news),
+    statics = SamplingBatchInfo.for_requests(
+        [sampling] * len(news),
         rows.tolist(),
         prefixes,
         [frozenset()] * len(news),
@@ -86,7 +93,7 @@ def make_batch(table: Tensor, vocab_size: int, news: list[int], prefixes: list[i
         seq_lens_cpu=ends,
         extend_seq_lens=news if extend else [],
         extend_prefix_lens=prefixes if extend else [],
-        sampling_info=greedy.at_step(ends, [[]] * len(news) if extend else None),
+        sampling_info=statics.at_step(ends, [[]] * len(news) if extend else None),
     )
 
 

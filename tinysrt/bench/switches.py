@@ -36,8 +36,12 @@ from tinysrt.text.demo_model import ensure_demo_model
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Flags that the model runner itself reads: where they differ, each side loads a model of its own.
-RUNNER_FLAGS = ("attention_backend", "page_size", "graph_capture", "enable_torch_compile", "num_threads", "dtype")
+# Flags that the model runner itself reads: where they differ, each side loads a model of its own. In all others it is
+# as the common flags say, whoever loads it: one made for a single request has no room for the other side's eight.
+RUNNER_FLAGS = (
+    "attention_backend", "page_size", "graph_capture", "enable_torch_compile", "cuda_graph_bs_decode", "num_threads",
+    "dtype",
+)  # fmt: skip
 POOL_TOKENS = 12_288
 
 
@@ -103,10 +107,6 @@ class Switch:
     wants: Callable[[Draws], list[Want]]
     figures: dict[str, Figure_]  # the first is what it is for; others may be its price
     quick: bool = True  # part of --quick
-
-    def needs_two_models(self, args: ServerArgs) -> bool:
-        off, on = (with_flags(args, **flags) for flags in (self.off, self.on))
-        return any(getattr(off, name) != getattr(on, name) for name in RUNNER_FLAGS)
 
 
 PAGES = dict(page_size=16)
@@ -180,13 +180,14 @@ class Bench:
         self.pairs = pairs
         self.seed = seed
         self.scale = scale
-        self._runners: dict[tuple[Any, ...], ModelRunner] = {}
+        self._runners: dict[str, ModelRunner] = {}
 
     def runner(self, args: ServerArgs) -> ModelRunner:
         """Loaded once for all rows that agree in what a runner reads."""
-        key = tuple(str(getattr(args, name)) for name in RUNNER_FLAGS)
+        flags = {name: getattr(args, name) for name in RUNNER_FLAGS}
+        key = str(flags)
         if key not in self._runners:
-            self._runners[key] = load_runner(args, self.config, trace=Recorder("bench"))
+            self._runners[key] = load_runner(with_flags(self.args, **flags), self.config, trace=Recorder("bench"))
         return self._runners[key]
 
     def measure(self, switch: Switch) -> list[dict[str, Any]]:

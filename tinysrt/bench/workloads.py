@@ -187,14 +187,14 @@ async def w5(client: Client, draws: Draws) -> Figures:
     decoding = [client.ask(draws.prompt(draws.size(32)), draws.size(256), stream=True, on_event=watch(i))
                 for i in range(streams)]  # fmt: skip
     _, (newcomer, *answers) = await together([long(), *decoding])
-    gaps = [gap for answer in answers for gap in gaps_during(answer, newcomer.sent, newcomer.arrivals[0])]
+    gaps = [gap for answer in answers for gap in gaps_during(answer.arrivals, newcomer.sent, newcomer.arrivals[0])]
     return {"longest_gap_ms": 1e3 * max(gaps) if gaps else None, "long_ttft_s": newcomer.ttft}
 
 
-def gaps_during(answer: Answer, begin: float, end: float) -> list[float]:
+def gaps_during(arrivals: list[float], begin: float, end: float) -> list[float]:
     """The gaps of a stream that lie, in part at least, between two moments."""
-    times = answer.arrivals
-    return [after - before for before, after in zip(times, times[1:], strict=False) if after > begin and before < end]
+    pairs = zip(arrivals, arrivals[1:], strict=False)
+    return [after - before for before, after in pairs if after > begin and before < end]
 
 
 async def together(asks: list[Awaitable[T]]) -> tuple[float, list[T]]:
