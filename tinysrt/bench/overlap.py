@@ -94,6 +94,8 @@ def main(argv: Sequence[str]) -> int:
     report.add_output_flags(parser, plot=False)
     cli = parser.parse_args(argv)
     report.check_output_flags(cli)
+    if min(*cli.batch_sizes, cli.prompt, cli.steps, cli.pairs) < 1:
+        raise StartupError("--batch-sizes, --prompt, --steps and --pairs must be at least 1")
     args = ServerArgs(
         model_path=cli.model_path or ensure_demo_model(), dtype=cli.dtype, num_threads=cli.num_threads
     ).resolve()

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from tinysrt.bench import report
+from tinysrt.bench.dialects import RunVoid
 from tinysrt.bench.in_process import Played, Want, with_flags, with_scheduler
 from tinysrt.bench.workloads import Draws
 from tinysrt.errors import StartupError
@@ -269,7 +270,7 @@ def run_switches(
         begin = time.perf_counter()
         try:
             found = bench.measure(switch)
-        except StartupError as error:  # no numba, no compiler, another device: the others are measured all the same
+        except (StartupError, RunVoid) as error:  # no compiler, say: the others are measured all the same
             found = [{"switch": switch.name, "skipped": str(error)}]
         rows += found
         told = found[0].get("skipped") or f"gain {_range(found[0]['gain'])}"
