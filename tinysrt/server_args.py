@@ -378,14 +378,14 @@ class ServerArgs:
         tp, pp, dp, nodes = (
             self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size, self.nnodes
         )  # fmt: skip
+        if nodes > 1 and dp > 1:
+            raise StartupError("--dp puts replicas on one machine: for several, a server each with a router in front")
         if tp * pp % nodes:
             raise StartupError(f"--nnodes {nodes} does not divide the {tp * pp} ranks of --tp {tp} and --pp {pp}")
         if self.node_rank >= nodes:
             raise StartupError(f"--node-rank {self.node_rank} is not below --nnodes {nodes}")
         if nodes > 1 and self.dist_init_addr is None:
             raise StartupError("--nnodes needs --dist-init-addr host:port, an address of node 0 and a free port there")
-        if nodes > 1 and dp > 1:
-            raise StartupError("--dp puts replicas on one machine: for several, a server each with a router in front")
         if self.dist_init_addr is not None:
             host, colon, port = self.dist_init_addr.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:

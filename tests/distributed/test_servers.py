@@ -161,7 +161,7 @@ def test_replicas(qwen3: tuple[str, Reference]) -> None:
 
 
 def test_a_model_that_does_not_divide_is_refused_in_one_line(qwen3: tuple[str, Reference]) -> None:
-    with pytest.raises(StartupError, match="^--tp 3 does not divide the attention heads, 8$"):
+    with pytest.raises(StartupError, match="^--tp 3 does not divide the attention heads, 8; these do: 1, 2, 4, 8$"):
         Engine(model_path=qwen3[0], tp_size=3, **FLAGS)
 
 

@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
         except RunVoid as error:
             raise StartupError(f"the run is void: {error}") from None
     summary = {name: report.spread([run[name] for run in runs]) for name in runs[0]}
-    table = Table(title=f"{args.requests} requests at once, {args.repeats} runs ({report.machine_line()})")
+    count = Draws(vocab_size, args.seed, 0, args.scale).size(args.requests)
+    table = Table(title=f"{count} requests at once, {args.repeats} runs ({report.machine_line()})")
     for column in ("figure", "median", "min", "max"):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, found in summary.items():

@@ -185,4 +185,4 @@ def _loss_noticed() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(str(error).splitlines()[0]) from error
+        raise RankLost(str(error).splitlines()[0].partition(". ")[0]) from error  # the rest is advice for others

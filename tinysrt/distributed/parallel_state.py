@@ -36,6 +36,7 @@ class Cut:
 
 
 VOCAB_PADDING = 64
+MOST_NAMED = 16  # sizes that an error proposes
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,17 @@ class ParallelState:
 
     # ---- who holds what ----------------------------------------------------------------------------
 
+    def check(self, *, num_heads: int, num_kv_heads: int, num_layers: int) -> None:
+        """StartupError if the model cannot be cut so. Each rank would find out, after a minute of starting."""
+        self.share(num_heads, "the attention heads,")
+        self.share_of_heads(num_kv_heads)
+        self.my_layers(num_layers)
+
     def share(self, size: int, what: str) -> int:
         """This rank's part of a dimension that is cut into tp_size equal parts."""
         if size % self.tp_size:
-            raise StartupError(f"--tp {self.tp_size} does not divide {what} {size}")
+            fits = ", ".join(str(n) for n in range(1, MOST_NAMED + 1) if size % n == 0)
+            raise StartupError(f"--tp {self.tp_size} does not divide {what} {size}; these do: {fits}")
         return size // self.tp_size
 
     def share_of_heads(self, num_kv_heads: int) -> tuple[int, Cut]:

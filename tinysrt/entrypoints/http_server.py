@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import http.client
 import json
@@ -37,6 +38,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from tinysrt.distributed.parallel_state import ParallelState
 from tinysrt.entrypoints import native_api, openai_api
 from tinysrt.entrypoints.errors import error_response
 from tinysrt.errors import RequestError, StartupError
@@ -120,6 +122,9 @@ def _serve(server_args: ServerArgs, listener: socket.socket) -> int:
             dtype=server_args.dtype,
             trust_remote_code=server_args.trust_remote_code,
             load_format=server_args.load_format,
+        )
+        ParallelState(tp_size=server_args.tensor_parallel_size, pp_size=server_args.pipeline_parallel_size).check(
+            num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads, num_layers=model_config.num_layers
         )
         trace = Recorder("tokenizer", server_args.trace_dir)
         tokenizer_manager = TokenizerManager(server_args, launched.ipc_names, model_config=model_config, trace=trace)
@@ -304,7 +309,8 @@ def _reserved_port(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind(address)
         except OSError as exc:
-            raise StartupError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --port") from None
+            advice = "; choose another --port" if exc.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+            raise StartupError(f"cannot listen on {host}:{port}: {exc.strerror}{advice}") from None
         # As long as nobody listens, Linux lets two sockets that both say "reuse" have the port. Ours stops saying so.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         yield listener
