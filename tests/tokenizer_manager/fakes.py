@@ -64,6 +64,9 @@ class ChatLines:
 MODEL_CONFIG: Any = SimpleNamespace(
     vocab_size=VOCAB,
     context_len=CONTEXT,
+    num_heads=1,
+    num_kv_heads=1,
+    num_layers=1,
     model_type="fake",
     architectures=["FakeForCausalLM"],
     generation_defaults={"temperature": 0.6, "top_k": 0},
