@@ -28,7 +28,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator,
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from tinysrt.distributed.parallel_state import ParallelState
 from tinysrt.entrypoints.body import convert
 from tinysrt.errors import RequestError, StartupError
 from tinysrt.managers.generate_request import GenerateReqInput, refuse_unsupported_fields
@@ -63,18 +62,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.shutdown)
         try:
-            model_config = ModelConfig.from_pretrained(
-                str(args.model_path),
-                context_length=args.context_length,
-                dtype=args.dtype,
-                trust_remote_code=args.trust_remote_code,
-                load_format=args.load_format,
-            )
-            ParallelState(tp_size=args.tensor_parallel_size, pp_size=args.pipeline_parallel_size).check(
-                num_heads=model_config.num_heads,
-                num_kv_heads=model_config.num_kv_heads,
-                num_layers=model_config.num_layers,
-            )
+            model_config = ModelConfig.of_server(args)
             trace = Recorder("tokenizer", args.trace_dir)
             manager = TokenizerManager(args, self._launched.ipc_names, model_config=model_config, trace=trace)
             self._tokenizer_manager = manager

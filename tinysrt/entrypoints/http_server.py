@@ -38,7 +38,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from tinysrt.distributed.parallel_state import ParallelState
 from tinysrt.entrypoints import native_api, openai_api
 from tinysrt.entrypoints.errors import error_response
 from tinysrt.errors import RequestError, StartupError
@@ -112,20 +111,10 @@ def serve(server_args: ServerArgs) -> int:
 
 
 def _serve(server_args: ServerArgs, listener: socket.socket) -> int:
-    assert server_args.model_path is not None, "resolved"
     launched, tokenizer_manager = launch(server_args), None
     grace = 0.0  # until there is someone to tell the children that it is over
     try:
-        model_config = ModelConfig.from_pretrained(
-            server_args.model_path,
-            context_length=server_args.context_length,
-            dtype=server_args.dtype,
-            trust_remote_code=server_args.trust_remote_code,
-            load_format=server_args.load_format,
-        )
-        ParallelState(tp_size=server_args.tensor_parallel_size, pp_size=server_args.pipeline_parallel_size).check(
-            num_heads=model_config.num_heads, num_kv_heads=model_config.num_kv_heads, num_layers=model_config.num_layers
-        )
+        model_config = ModelConfig.of_server(server_args)
         trace = Recorder("tokenizer", server_args.trace_dir)
         tokenizer_manager = TokenizerManager(server_args, launched.ipc_names, model_config=model_config, trace=trace)
         tokenizer_manager.control.scheduler_info = launched.wait_ready()

@@ -217,14 +217,19 @@ HANDED = 32  # tokens of a ticket
 
 
 @inner
+def _clear(values, begin, end):
+    for i in range(begin, end):
+        values[i] = narrow(values, np.float32(0.0))
+
+
+@inner
 def _copy_head(source, target, slots, count, padded, stride, offset, dim):
     """One KV head of positions 0 .. count - 1, and zeros behind them: whatever lay there, times 0, might be NaN."""
     for j in range(count):
         where = np.int64(slots[j]) * stride + offset
         for d in range(dim):
             target[j * dim + d] = source[where + d]
-    for d in range(count * dim, padded * dim):
-        target[d] = narrow(target, np.float32(0.0))
+    _clear(target, count * dim, padded * dim)
 
 
 @kernel
@@ -253,10 +258,8 @@ def _weigh_row(scores, begin, end, width, scale):
         weight = exp2((widen(scores, j) - best) * scale)
         total += weight
         scores[j] = narrow(scores, weight)
-    for j in range(begin):
-        scores[j] = narrow(scores, np.float32(0.0))
-    for j in range(end, width):
-        scores[j] = narrow(scores, np.float32(0.0))
+    _clear(scores, 0, begin)
+    _clear(scores, end, width)
     return total
 
 

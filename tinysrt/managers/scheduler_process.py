@@ -109,13 +109,7 @@ def build_scheduler(
 ) -> tuple[Scheduler, dict[str, Any]]:
     """Load model and tokenizer, then assemble; also what the parent needs to know of it (the handshake)."""
     assert server_args.model_path is not None
-    model_config = ModelConfig.from_pretrained(
-        server_args.model_path,
-        context_length=server_args.context_length,
-        dtype=server_args.dtype,
-        trust_remote_code=server_args.trust_remote_code,
-        load_format=server_args.load_format,
-    )
+    model_config = ModelConfig.of_server(server_args)
     tokenizer = None
     eos_ids = model_config.eos_token_ids
     if not server_args.skip_tokenizer_init:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from tinysrt.distributed.parallel_state import ParallelState
 from tinysrt.errors import StartupError
+from tinysrt.server_args import ServerArgs
 
 DTYPES = {
     "half": torch.float16,
@@ -54,6 +56,23 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     generation_defaults: dict[str, Any]  # sampling parameters that generation_config.json recommends
     hf_config: Any
+
+    @classmethod
+    def of_server(cls, args: ServerArgs) -> ModelConfig:
+        """As resolved flags say. StartupError if the model cannot be cut into so many ranks: said here, before any of
+        them has loaded its part."""
+        assert args.model_path is not None, "resolved"
+        config = cls.from_pretrained(
+            args.model_path,
+            context_length=args.context_length,
+            dtype=args.dtype,
+            trust_remote_code=args.trust_remote_code,
+            load_format=args.load_format,
+        )
+        ParallelState(tp_size=args.tensor_parallel_size, pp_size=args.pipeline_parallel_size).check(
+            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers
+        )
+        return config
 
     @classmethod
     def from_pretrained(

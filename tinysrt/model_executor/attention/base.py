@@ -40,6 +40,18 @@ class DecodeLanes:
 
 
 class AttentionBackend(ABC):
+    @abstractmethod
+    def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Any:
+        """The forward's metadata, handed back to every `attend`. padded_size None: no graph, use it once."""
+
+    @abstractmethod
+    def attend(self, layer: int, qkv: Tensor, plan: Any) -> Tensor:
+        """qkv: (T, heads + 2 * kv_heads, dim), not rotated. Returns (T, heads * dim)."""
+
+
+class PoolAttention(AttentionBackend):
+    """What the backends share that compute over the pool themselves."""
+
     def __init__(
         self,
         kernels: KernelSet,
@@ -58,14 +70,6 @@ class AttentionBackend(ABC):
         self.scale = scale
         self.windows = windows
         self.lanes_attention: Kernel = kernels.decode_attention  # for `attend_lanes`
-
-    @abstractmethod
-    def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> Any:
-        """The forward's metadata, handed back to every `attend`. padded_size None: no graph, use it once."""
-
-    @abstractmethod
-    def attend(self, layer: int, qkv: Tensor, plan: Any) -> Tensor:
-        """qkv: (T, heads + 2 * kv_heads, dim), not rotated. Returns (T, heads * dim)."""
 
     def rope_and_store(self, layer: int, qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """What every `attend` begins with. positions, slots: (T,) int64. Returns rotated queries, (T, heads, dim)."""

@@ -20,7 +20,7 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor
 
-from tinysrt.model_executor.attention.base import AttentionBackend, DecodeLanes
+from tinysrt.model_executor.attention.base import DecodeLanes, PoolAttention
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 from tinysrt.model_executor.upload import to_device
 
@@ -37,7 +37,7 @@ class ExtendPlan:
     single_lens: Tensor  # (B - n,) int64
 
 
-class KernelBackend(AttentionBackend):
+class KernelBackend(PoolAttention):
     def plan(self, batch: ForwardBatch, padded_size: int | None = None) -> DecodeLanes | ExtendPlan:
         if batch.forward_mode.is_decode():
             return DecodeLanes.of(batch)

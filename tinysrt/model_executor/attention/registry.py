@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from tinysrt.kernels.kernel_set import KernelSet
-from tinysrt.model_executor.attention.base import AttentionBackend
+from tinysrt.model_executor.attention.base import AttentionBackend, PoolAttention
 from tinysrt.model_executor.attention.kernel_backend import KernelBackend
 from tinysrt.model_executor.attention.torch_native import TorchNativeBackend
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 
-BACKENDS: dict[str, type[AttentionBackend]] = {
+BACKENDS: dict[str, type[PoolAttention]] = {
     "torch_native": TorchNativeBackend,
     "numba": KernelBackend,
     "triton": KernelBackend,

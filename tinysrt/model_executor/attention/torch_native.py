@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinysrt.model_executor.attention.base import AttentionBackend, DecodeLanes
+from tinysrt.model_executor.attention.base import DecodeLanes, PoolAttention
 from tinysrt.model_executor.attention.static_decode import masked_decode_attention
 from tinysrt.model_executor.forward_batch_info import ForwardBatch
 
@@ -75,7 +75,7 @@ class Plan:
     views: dict[int | None, View]  # window → view
 
 
-class TorchNativeBackend(AttentionBackend):
+class TorchNativeBackend(PoolAttention):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lanes_attention = masked_decode_attention  # the reference kernel reads lengths on the host
