@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.cases import TOLERANCE, assert_close, attention, make_case
-from tinysrt.kernels import reference
+from tinysrt.kernels import numba_attention, reference
 from tinysrt.kernels.kernel_set import load_kernels
+from tinysrt.kernels.numba_runtime import tiles_work
 
 NUMBA = load_kernels("numba")
 MANY = settings(max_examples=40, deadline=None)
@@ -33,7 +34,18 @@ shapes = st.fixed_dictionaries(
         "seed": st.integers(0, 99),
     }
 )
+tiled_shapes = st.fixed_dictionaries(
+    {
+        "dim": st.sampled_from([32, 64, 96, 128]),
+        "group": st.sampled_from([1, 3, 7]),
+        "kv_heads": st.sampled_from([1, 3]),
+        "page": st.sampled_from([1, 16]),
+        "dtype": st.just(torch.bfloat16),
+        "seed": st.integers(0, 99),
+    }
+)
 windows = st.sampled_from([None, None, 1, 5, 64, 100])
+with_tiles = pytest.mark.skipif(not tiles_work(), reason="this processor has no AMX")
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +85,43 @@ def test_decode_attention(lens, shape, window, thread_count):
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=4), shapes, windows, threads)
 def test_extend_attention(requests, shape, window, thread_count):
     torch.set_num_threads(thread_count)
-    case = make_case([new for new, _ in requests], [old for _, old in requests], **shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba_attention, "tiles_work", lambda: False)  # what most processors run
+        _extend(requests, shape, window)
+
+
+def _extend(requests, shape, window=None, width=512):
+    case = make_case([new for new, _ in requests], [old for _, old in requests], width=width, **shape)
     out = NUMBA.extend_attention(case.q, *case.cache, case.starts, case.prefix_lens, case.scale, window)
     assert_close(out, attention(case, window))
+
+
+@with_tiles
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=4), tiled_shapes, windows, threads
+)
+def test_extend_attention_in_tiles(requests, shape, window, thread_count):
+    torch.set_num_threads(thread_count)
+    _extend(requests, shape, window)
+
+
+@with_tiles
+@pytest.mark.parametrize("window", [None, 300])
+def test_tiles_of_long_requests(window):
+    """Several blocks of keys and tickets, and requests without a token among them."""
+    _extend([(0, 9), (400, 700), (0, 0), (1, 1023), (33, 0)], {"dtype": torch.bfloat16}, window, width=1200)
+
+
+@with_tiles
+def test_tiles_with_nan_and_with_scores_far_apart():
+    case = make_case([40, 40], [300, 9], dtype=torch.bfloat16)
+    case.q.mul_(300.0)
+    arguments = *case.cache, case.starts, case.prefix_lens, case.scale
+    assert_close(NUMBA.extend_attention(case.q, *arguments), attention(case))
+    case.k_buffer[case.table[case.rows[0], 4].long()] = float("nan")
+    out = NUMBA.extend_attention(case.q, *arguments)
+    assert out[:40].isnan().all() and not out[40:].isnan().any()
 
 
 def test_lanes_of_padding_read_slot_0_only_and_harm_nobody():

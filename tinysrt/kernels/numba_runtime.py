@@ -28,6 +28,7 @@ import functools
 import hashlib
 import math
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ def _use_whole_registers() -> None:
         features = llvmlite.binding.get_host_cpu_features()
         if features.get("avx512f"):
             numba.config.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
+
+
+@functools.cache
+def tiles_work() -> bool:
+    """Whether this processor multiplies tiles of bf16 (AMX) and Linux, which must be asked, lets this process do it."""
+    features = llvmlite.binding.get_host_cpu_features()
+    if not (sys.platform == "linux" and features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 CACHE_FOLDER = _cache_folder()
@@ -253,7 +264,7 @@ def largest(values, begin, end, floor):
 
 
 @intrinsic
-def _two_to_the(typingctx, whole):
+def two_to_the(typingctx, whole):
     """2^whole for -126 <= whole <= 127: an integer put into the exponent bits."""
 
     def generate(context, builder, signature, values):
@@ -298,7 +309,7 @@ def exp2(x):
     power = power * part + np.float32(0.5)
     power = power * part + np.float32(1.0)
     power = power * part + np.float32(1.0)
-    return np.float32(0.0) if x < np.float32(-126.0) else power * _two_to_the(whole)
+    return np.float32(0.0) if x < np.float32(-126.0) else power * two_to_the(whole)
 
 
 def format_of(tensor: torch.Tensor) -> int:
