@@ -176,6 +176,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # other engines' sampling
     "use_beam_search": (False,), "length_penalty": (1.0, 1), "allowed_token_ids": (), "bad_words": ([],),
     "truncate_prompt_tokens": (), "include_stop_str_in_output": (False,), "prompt_embeds": (),
+    # when and where the answer comes
+    "priority": (0,), "background": (False,),
 }  # fmt: skip
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "add_special_tokens": (True,)}
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
@@ -186,7 +188,7 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 HARMLESS = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "prediction", "priority", "log_metrics", "no_logs", "background", "bootstrap_port",
+    "parallel_tool_calls", "prediction", "log_metrics", "no_logs", "bootstrap_port",
     "separate_reasoning", "stream_reasoning",  # without a reasoning parser nothing is separated, whatever they say
 ))  # fmt: skip
 
@@ -207,6 +209,8 @@ def _convert(body: dict[str, Any], kind: type[R], *, also: set[str]) -> R:
     if unknown:
         logger.info("Ignored unknown request fields: %s", ", ".join(repr(name[:64]) for name in unknown[:16]))
     request = convert(body, kind)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("'stream_options' is only allowed with 'stream': true.", param="stream_options")
     if request.samples < 1:
         raise RequestError(f"'n' must be at least 1, got {request.n}.", param="n")
     if request.max_tokens is not None and request.max_tokens < 0:
