@@ -40,7 +40,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="default 1: all of the vocabulary")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this; may be repeated")
-    add_flags(parser)
+    add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
     server_args.check()
     prompt = sys.stdin.read() if args.prompt is None else args.prompt

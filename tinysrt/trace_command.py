@@ -35,7 +35,7 @@ def main(argv: Sequence[str], engine_class: Callable[..., Any] | None = None) ->
     parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="tokens a prompt (default 16)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
     parser.add_argument("--from", dest="source", metavar="PATH", help="show this trace instead of running prompts")
-    add_flags(parser)
+    add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
     server_args.check()
     if bool(args.prompts) == (args.source is not None):

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run (default 0)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrinks the workload (default 1)")
     report.add_output_flags(parser)
-    add_flags(parser)
+    add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
     server_args.check()
     report.check_output_flags(args)
