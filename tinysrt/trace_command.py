@@ -40,6 +40,8 @@ def main(argv: Sequence[str], engine_class: Callable[..., Any] | None = None) ->
     server_args.check()
     if bool(args.prompts) == (args.source is not None):
         parser.error("give at least one PROMPT, or --from PATH")
+    if args.source is not None and server_args != ServerArgs():
+        parser.error("--from runs nothing: leave out the flags of the server")
     console = Console()
     try:
         if args.source is None:
