@@ -266,7 +266,8 @@ def run_switches(
     bench: Bench, switches: Sequence[Switch], *, say: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for switch in switches:
+    for number, switch in enumerate(switches, 1):
+        say(f"{number} of {len(switches)}: {switch.name} …")  # a row takes a while, the first also loads the model
         begin = time.perf_counter()
         try:
             found = bench.measure(switch)
