@@ -126,6 +126,8 @@ def main(argv: Sequence[str]) -> int:
         "8 server": gpu_speed.server,
         "9 peers": gpu_speed.peers,
     }
+    out = Path(cli.out)
+    out.mkdir(parents=True, exist_ok=True)  # now: if it cannot be, minutes of checks would be lost
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="tinysrt-gpu-") as folder:
         bench = Bench(
@@ -139,8 +141,6 @@ def main(argv: Sequence[str]) -> int:
             if cli.sections is None or int(name[0]) in cli.sections:
                 run_section(bench, name, section)
     said = outcome(bench.lines)
-    out = Path(cli.out)
-    out.mkdir(parents=True, exist_ok=True)
     figures = {"passed": said == "passed", "lines": [asdict(line) for line in bench.lines], "details": bench.details}
     args = argparse.Namespace(json=str(out / "gpu-check.json"))
     where = bench.details.get("gpu", cli.device)
