@@ -115,6 +115,7 @@ def test_an_answer_holds_what_the_server_says(fake: FakeServer, dialect: str, st
         ("refuse", True, "answers 503: .*the queue is full"),
         ("fail", True, "out of memory"),
         ("garbage", False, "none of this dialect"),
+        ("page", False, "none of this dialect"),
         ("grow", False, "a prompt of 10 tokens became one of 11"),
     ],
 )

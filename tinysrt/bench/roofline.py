@@ -159,6 +159,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(cli, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
+    if cli.attention_backend and not cli.measure:
+        raise StartupError("--attention-backend is of the measured steps: give --measure too")
     if cli.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device cuda: PyTorch sees no CUDA device here")
     return cli
