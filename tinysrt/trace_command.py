@@ -48,10 +48,10 @@ def main(argv: Sequence[str], engine_class: Callable[..., Any] | None = None) ->
             events = record(server_args, args.prompts, args.out, args.max_new_tokens, args.temperature, engine_class)
         else:
             events = load(args.source) if args.out is None else merge(args.source, args.out)
+        if args.perfetto:
+            export_perfetto(events, args.perfetto)
     except (TraceFormatError, OSError) as exc:
         raise StartupError(str(exc)) from exc
-    if args.perfetto:
-        export_perfetto(events, args.perfetto)
     show(events, console, tables=args.text or not (args.out or args.perfetto))
     return 0
 
