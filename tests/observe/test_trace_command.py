@@ -79,6 +79,8 @@ def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path) -> None:
         run("--from", str(tmp_path / "x.jsonl"))
     with pytest.raises(StartupError):
         run("--from", str(tmp_path / "nothing here.jsonl"))
+    with pytest.raises(StartupError, match="No such file"):
+        run("hello", "--max-new-tokens", "1", "--perfetto", str(tmp_path / "no folder" / "run.json"))
 
 
 def fields(event: Event) -> set[str]:
