@@ -23,6 +23,7 @@ import msgspec
 
 from tinysrt.entrypoints.body import convert
 from tinysrt.errors import RequestError
+from tinysrt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -150,13 +151,18 @@ class ChatRequest(CommonRequest, kw_only=True):
             raise RequestError(message, param="continue_final_message")
         return request
 
-    def template_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {}
+    def render_options(self, server_args: ServerArgs) -> dict[str, Any]:
+        """For `TokenizerManager.render_chat`, beside the messages."""
+        kwargs = dict(server_args.default_chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
             kwargs |= {"thinking": False, "enable_thinking": False}
-        return kwargs | (self.chat_template_kwargs or {})
+        asked = self.chat_template_kwargs or {}
+        if "chat_template" in asked and not server_args.trust_request_chat_template:
+            message = "A request may bring its own chat template only with --trust-request-chat-template."
+            raise RequestError(message, param="chat_template_kwargs")
+        return {"continue_final_message": self.continue_final_message, "template_kwargs": kwargs | asked}
 
 
 # ---- fields that are refused, harmless, unknown ------------------------------------------------------
