@@ -48,7 +48,7 @@ def is_up(url: str) -> bool:
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/ready", timeout=5.0) as response:
             return response.status == 200
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False
 
 

@@ -13,6 +13,7 @@ import torch
 from tinysrt.bench import gpu, gpu_correct, gpu_speed, machine_rates
 from tinysrt.bench.gpu import outcome, run_section
 from tinysrt.bench.gpu_bench import FAIL, MISSING, PASS, SKIPPED, TINY, Bench, Line
+from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE
 from tinysrt.model_executor.sampler import Sampler
 
@@ -57,6 +58,11 @@ def test_the_sections_that_measure_on_toy_shapes(tmp_path, capsys, monkeypatch):
     assert [row["batch"] for row in record["details"]["decode"]] == TINY.decode_batches
     assert [(row["requests"], row["tokens"]) for row in record["details"]["prefill"]] == TINY.prefills
     assert all(line["verdict"] == "" for line in record["lines"])
+
+
+def test_a_record_that_cannot_be_written_is_told_before_anything_is_checked():
+    with pytest.raises(StartupError, match="--out /dev/null/here"):
+        gpu.main([*TOY, "--out", "/dev/null/here"])
 
 
 @pytest.mark.parametrize("section", ["0", "10", "12"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.model_executor.harness import edit_config, save_tiny_model
-from tinysrt.bench import kernels, machine_rates, roofline, scheduler, steps
+from tinysrt.bench import kernels, machine_rates, roofline, scheduler, steps, switches
 from tinysrt.bench.model_cost import ModelCost, Rates, Work, _seen
 from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE
@@ -216,6 +216,9 @@ def test_flags_that_make_no_sense_are_refused(llama):
         roofline.main(["--batch-sizes", "0"])
     with pytest.raises(StartupError, match="at least 1"):
         kernels.main(["--rounds", "0"])
+    for bench in (kernels, roofline, switches):
+        with pytest.raises(SystemExit):
+            bench.main(["--dtype", "float3"])
     with pytest.raises(StartupError, match="--measure"):
         roofline.main(["--attention-backend", "numba"])
     with pytest.raises(StartupError, match="at least 1"):

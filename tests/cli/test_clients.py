@@ -120,6 +120,7 @@ def test_is_up_follows_ready(server: ScriptedServer) -> None:
     server.ready = False
     assert not is_up(server.url)
     assert not is_up("http://127.0.0.1:9")
+    assert not is_up("no address")
 
 
 # ---- generate --------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from rich.table import Table
 
 from tinysrt.bench import gpu_correct, gpu_speed, report
 from tinysrt.bench.gpu_bench import FAIL, FULL, PASS, SKIPPED, TINY, Bench, Line, first_line
+from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import load_kernels
 
 LAST_LINES = 40  # what a terminal, or whoever cuts the output, still shows
@@ -127,7 +128,10 @@ def main(argv: Sequence[str]) -> int:
         "9 peers": gpu_speed.peers,
     }
     out = Path(cli.out)
-    out.mkdir(parents=True, exist_ok=True)  # now: if it cannot be, minutes of checks would be lost
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # now: if it cannot be, minutes of checks would be lost
+    except OSError as error:
+        raise StartupError(f"--out {out}: {error.strerror}") from None
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="tinysrt-gpu-") as folder:
         bench = Bench(

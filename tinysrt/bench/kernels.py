@@ -37,7 +37,7 @@ from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from tinysrt.model_executor.layers.linear import Linear, can_pack
 from tinysrt.model_executor.layers.moe import group_by_expert
 from tinysrt.model_executor.layers.rotary import rope_cache
-from tinysrt.model_executor.model_config import ModelConfig, resolve_model_path
+from tinysrt.model_executor.model_config import DTYPES, ModelConfig, resolve_model_path
 from tinysrt.model_executor.sizing import runtime_dtype, usable_cores
 from tinysrt.text.demo_model import ensure_demo_model
 
@@ -324,7 +324,7 @@ def make_table(rows: list[dict[str, Any]], names: list[str], title: str) -> Tabl
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tinysrt bench kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", help="folder or hub id whose shapes are used; default: the demo model")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--kernels", nargs="+", choices=NAMES, help="sets; default: what this machine can run")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="requests that decode")

@@ -28,6 +28,7 @@ import numpy as np
 
 from tinysrt.bench.dialects import Answer, Client, RunVoid
 from tinysrt.bench.report import percentile
+from tinysrt.errors import StartupError
 
 T = TypeVar("T")
 FIRST_ID = 3  # below: usually unknown, begin, end
@@ -72,7 +73,7 @@ class Draws:
 
     def __post_init__(self) -> None:
         if self.vocab_size <= FIRST_ID:
-            raise ValueError(f"a vocabulary of {self.vocab_size} leaves no token to draw")
+            raise StartupError(f"a vocabulary of {self.vocab_size} leaves no token to draw")
         self.shape = np.random.default_rng([self.seed, 0])
         self.ids = np.random.default_rng([self.seed, 1, self.repetition, *self.workload.encode()])
 
