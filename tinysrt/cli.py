@@ -30,6 +30,7 @@ def serve(argv: Sequence[str]) -> int:
 
 def generate(argv: Sequence[str]) -> int:
     """complete one prompt, here or on a running server"""
+    from tinysrt.server_args import ServerArgs
     from tinysrt.server_args_cli import add_flags, parse_with
 
     parser = argparse.ArgumentParser(prog="tinysrt generate", description="Complete a prompt and print the text.")
@@ -40,8 +41,10 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="default 1: all of the vocabulary")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this; may be repeated")
-    add_flags(parser)
+    add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
+    if args.url and server_args != ServerArgs():
+        parser.error("--url asks a server that runs: leave out the flags of the server")
     server_args.check()
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     params: dict[str, Any] = {

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -18,7 +19,8 @@ TIMEOUT = 600.0  # seconds without a byte
 
 
 def stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """POST `body`; yield each event's JSON until [DONE]. An error, at once or in the stream, is a StartupError."""
+    """POST `body`; yield each event's JSON until [DONE]. An error, at once or in the stream, is a StartupError; so is
+    a stream that ends without its last word."""
     request = urllib.request.Request(
         url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -34,9 +36,10 @@ def stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]
                 if "error" in event:
                     raise StartupError(f"{url}: {error_message(event)}")
                 yield event
+            raise StartupError(f"{url}: the connection ended before the answer did")
     except urllib.error.HTTPError as error:
         raise StartupError(f"{url} answers {error.code}: {_message_of(error)}") from None
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise StartupError(f"{url}: {getattr(error, 'reason', error)}") from None
 
 
@@ -45,7 +48,7 @@ def is_up(url: str) -> bool:
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/ready", timeout=5.0) as response:
             return response.status == 200
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False
 
 

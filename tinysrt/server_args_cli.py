@@ -42,15 +42,20 @@ def parse_with(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Se
     return ServerArgs(**{name: values[name] for name in flags() if name in values}), namespace
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS) -> None:
-    """Give `parser` every flag of ServerArgs, under the titles of their groups."""
+def add_flags(parser: argparse.ArgumentParser, *, in_help: bool = True) -> None:
+    """Give `parser` every flag of ServerArgs, under the titles of their groups. A command with flags of its own does
+    not bury them under a hundred others: without `in_help` its help says in a line that these are taken too."""
     parser.usage = parser.usage or "%(prog)s [flags] ..."  # 120 flags in every usage error would hide the error
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; what is typed wins")
-    for group in groups:
+    if not in_help:
+        parser.add_argument_group("flags of the server", "any flag of `tinysrt serve`; see `tinysrt serve --help`")
+    hidden: dict[str, Any] = {} if in_help else {"help": argparse.SUPPRESS}
+    config = {"metavar": "FILE", "help": "YAML file of flags; what is typed wins"}
+    parser.add_argument("--config", **config | hidden)
+    for group in GROUPS:
         section = parser.add_argument_group(group)
         for name, flag in flags().items():
             if flag.group == group:
-                section.add_argument(*option_strings(name, flag), dest=name, **_argparse_options(name, flag))
+                section.add_argument(*option_strings(name, flag), dest=name, **_argparse_options(name, flag) | hidden)
 
 
 def option_strings(name: str, flag: Flag) -> list[str]:

@@ -35,21 +35,23 @@ def main(argv: Sequence[str], engine_class: Callable[..., Any] | None = None) ->
     parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="tokens a prompt (default 16)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
     parser.add_argument("--from", dest="source", metavar="PATH", help="show this trace instead of running prompts")
-    add_flags(parser)
+    add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
     server_args.check()
     if bool(args.prompts) == (args.source is not None):
         parser.error("give at least one PROMPT, or --from PATH")
+    if args.source is not None and server_args != ServerArgs():
+        parser.error("--from runs nothing: leave out the flags of the server")
     console = Console()
     try:
         if args.source is None:
             events = record(server_args, args.prompts, args.out, args.max_new_tokens, args.temperature, engine_class)
         else:
             events = load(args.source) if args.out is None else merge(args.source, args.out)
+        if args.perfetto:
+            export_perfetto(events, args.perfetto)
     except (TraceFormatError, OSError) as exc:
         raise StartupError(str(exc)) from exc
-    if args.perfetto:
-        export_perfetto(events, args.perfetto)
     show(events, console, tables=args.text or not (args.out or args.perfetto))
     return 0
 

@@ -1,8 +1,8 @@
 """A server that speaks the three dialects and computes nothing: `python fake_server.py PORT [FAULT]`, or in a thread.
 
 Faults: "few" returns a token less than asked; "refuse" answers 503 and a reason; "fail" sends an error in the stream;
-"break" closes the connection in the middle; "garbage" answers with JSON of no dialect; "grow" says that the prompt was
-a token longer.
+"break" closes the connection in the middle; "garbage" answers with JSON of no dialect, "page" with no object at all;
+"grow" says that the prompt was a token longer.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Handler(BaseHTTPRequestHandler):
             self._json(503, {"error": {"message": "the queue is full"}})
         elif fault == "garbage":
             self._json(200, {"hello": "there"})
+        elif fault == "page":
+            self._json(200, ["no", "object"])
         else:
             events = list(self._events(len(ids) + (fault == "grow"), asked - (fault == "few")))
             if body["stream"]:

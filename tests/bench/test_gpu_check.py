@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from tinysrt.bench import gpu, gpu_correct, gpu_speed, machine_rates
 from tinysrt.bench.gpu import outcome, run_section
 from tinysrt.bench.gpu_bench import FAIL, MISSING, PASS, SKIPPED, TINY, Bench, Line
+from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE
 from tinysrt.model_executor.sampler import Sampler
 
@@ -56,6 +58,11 @@ def test_the_sections_that_measure_on_toy_shapes(tmp_path, capsys, monkeypatch):
     assert [row["batch"] for row in record["details"]["decode"]] == TINY.decode_batches
     assert [(row["requests"], row["tokens"]) for row in record["details"]["prefill"]] == TINY.prefills
     assert all(line["verdict"] == "" for line in record["lines"])
+
+
+def test_a_record_that_cannot_be_written_is_told_before_anything_is_checked():
+    with pytest.raises(StartupError, match="--out /dev/null/here"):
+        gpu.main([*TOY, "--out", "/dev/null/here"])
 
 
 @pytest.mark.parametrize("section", ["0", "10", "12"])
@@ -144,7 +151,28 @@ def test_sampled_steps_are_watched_for_waiting_too(bench, monkeypatch):
 
 
 def test_nan_is_an_error():
-    assert not gpu_correct.error(torch.tensor([float("nan")]), torch.ones(1)) <= 1
+    nan = torch.tensor([float("nan"), 0.0])
+    assert not gpu_correct.error(nan, torch.ones(2)) <= 1
+    right = torch.tensor([1.0, 0.0])
+    worst, _ = gpu_correct.compare_logits([(0, right), (0, nan), (0, right)], right.unsqueeze(0))
+    assert not worst <= 1, "one NaN among good rows"
+
+
+def test_a_kernel_that_gives_nan_fails_and_the_record_is_json(tmp_path, monkeypatch):
+    broken = replace(REFERENCE, rms_norm=lambda x, weight, eps: torch.full_like(x, float("nan")))
+    monkeypatch.setattr(gpu, "load_kernels", lambda name: broken)
+    assert gpu.main([*TOY, "--out", str(tmp_path), "--sections", "2"]) == 1
+    text = (tmp_path / "gpu-check.json").read_text()
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert record["details"]["kernels"]["rms_norm"][0][1:] == [None, "too far off"] and not record["passed"]
+
+
+def test_tokens_of_requests_that_never_end_are_not_compared():
+    stuck = SimpleNamespace(
+        inbox=SimpleNamespace(messages=[]), outbox=SimpleNamespace(output_ids=lambda rid: []), turn=lambda: None
+    )
+    with pytest.raises(RuntimeError, match="have not ended"):
+        gpu_correct.answers(stuck, 2, 3)
 
 
 def test_a_section_that_fails_does_not_stop_the_rest(bench):

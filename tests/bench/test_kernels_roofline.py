@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.model_executor.harness import edit_config, save_tiny_model
-from tinysrt.bench import kernels, machine_rates, roofline, steps
+from tinysrt.bench import kernels, machine_rates, roofline, scheduler, steps, switches
 from tinysrt.bench.model_cost import ModelCost, Rates, Work, _seen
 from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import REFERENCE
@@ -173,6 +173,9 @@ def test_a_wrong_kernel_shows_in_its_error():
     doubled = replace(REFERENCE, name="doubled", silu_and_mul=lambda x: 2 * REFERENCE.silu_and_mul(x))
     row = kernels.measure(case, {"doubled": doubled}, 1, torch.device("cpu"))
     assert row["error"] == {"reference": 0, "doubled": pytest.approx(1)}
+    table = kernels.make_table([row], ["reference", "doubled"], "")
+    assert list(table.columns[-1].cells) == ["wrong: error 1.0e+00"], "and no speed"
+    assert kernels.is_wrong({"error": {"doubled": math.nan}}, "doubled")
 
 
 def test_a_set_that_was_asked_for_and_is_not_there_is_an_error(monkeypatch):
@@ -213,6 +216,13 @@ def test_flags_that_make_no_sense_are_refused(llama):
         roofline.main(["--batch-sizes", "0"])
     with pytest.raises(StartupError, match="at least 1"):
         kernels.main(["--rounds", "0"])
+    for bench in (kernels, roofline, switches):
+        with pytest.raises(SystemExit):
+            bench.main(["--dtype", "float3"])
+    with pytest.raises(StartupError, match="--measure"):
+        roofline.main(["--attention-backend", "numba"])
+    with pytest.raises(StartupError, match="at least 1"):
+        scheduler.main(["--steps", "0"])
     with pytest.raises(StartupError, match="sliding"):
         edit_config(llama, sliding_window=5)
         roofline.main(["--model-path", str(llama), "--buffer-mib", "8"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 import numpy as np
@@ -37,12 +38,14 @@ def test_a_plot_of_an_unknown_kind_is_one_line(tmp_path) -> None:
 
 def test_a_record_names_machine_versions_and_command_and_hides_the_home_folder(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/homes/someone")
-    made = report.record("radix", {"rows": [1 / 3], "path": "/homes/someone/model"}, ["--json", "a b"])
+    made = report.record(
+        "radix", {"rows": [1 / 3, math.nan, math.inf], "path": "/homes/someone/model"}, ["--json", "a b"]
+    )
     assert made["command"] == "tinysrt bench radix --json 'a b'"
-    assert made["rows"] == [0.333333] and made["path"] == "~/model"
+    assert made["rows"] == [0.333333, None, None] and made["path"] == "~/model"
     assert {"cpu", "cores", "python", "tinysrt", "torch"} <= set(made["machine"])
 
 
 def test_numbers_have_the_digits_that_mean_something() -> None:
-    shown = [report.number(value) for value in (None, 0.12345, 3, 12.345, 123.456, 12345.6, 32256.0)]
-    assert shown == ["·", "0.123", "3", "12.35", "123.5", "12,346", "32,256"]
+    shown = [report.number(value) for value in (None, math.nan, 0.12345, 3, 12.345, 123.456, 12345.6, 32256.0)]
+    assert shown == ["·", "·", "0.123", "3", "12.35", "123.5", "12,346", "32,256"]

@@ -115,6 +115,7 @@ def test_an_answer_holds_what_the_server_says(fake: FakeServer, dialect: str, st
         ("refuse", True, "answers 503: .*the queue is full"),
         ("fail", True, "out of memory"),
         ("garbage", False, "none of this dialect"),
+        ("page", False, "none of this dialect"),
         ("grow", False, "a prompt of 10 tokens became one of 11"),
     ],
 )
@@ -292,7 +293,10 @@ def test_the_vocabulary_comes_from_the_models_folder_or_from_a_flag(tmp_path: Pa
         (["--pairs", "0"], "--pairs must be at least 1"),
         (["--compare", "http://x", "--compare-name", "A"], "both servers are called A"),
         (["--compare-start", "vllm serve"], "--compare-start needs {port}"),
+        (["--compare-dialect", "openai"], "no other server"),
         (["--json", "/no/such/folder/file"], "no such folder"),
+        (["--logs", "/dev/null/logs"], "--logs /dev/null/logs: Not a directory"),
+        (["--start", "serve 'it {port}"], "No closing quotation"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments: list[str], said: str) -> None:

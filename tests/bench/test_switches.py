@@ -110,7 +110,9 @@ def test_a_gain_is_the_median_over_pairs_of_off_against_on(bench: Bench, monkeyp
 
 def test_what_this_machine_cannot_have_is_skipped_by_name_and_the_rest_is_measured(bench: Bench) -> None:
     impossible = Switch("no such thing", {}, dict(attention_backend="quantum"), lambda draws: [], {"wall": wall})
-    assert run_switches(bench, [impossible])[0]["skipped"].startswith("--attention-backend 'quantum'")
+    said: list[str] = []
+    assert run_switches(bench, [impossible], say=said.append)[0]["skipped"].startswith("--attention-backend 'quantum'")
+    assert said[0] == "1 of 1: no such thing …" and len(said) == 2, "told when it begins and when it has ended"
 
 
 def test_the_command_writes_its_record_and_a_plot(

@@ -100,6 +100,7 @@ def test_events_are_yielded_until_done(server: ScriptedServer) -> None:
         ((502, "<html>bad\n gateway"), "answers 502: <html>bad gateway"),
         ([{"text": "a"}, {"error": {"message": "the server is going down"}}, "[DONE]"], ": the server is going down"),
         (["{"], "Expecting property name"),
+        ([{"text": "a"}], ": the connection ended before the answer did"),
     ],
 )
 def test_whatever_goes_wrong_is_one_line(server: ScriptedServer, answer: Any, message: str) -> None:
@@ -119,6 +120,7 @@ def test_is_up_follows_ready(server: ScriptedServer) -> None:
     server.ready = False
     assert not is_up(server.url)
     assert not is_up("http://127.0.0.1:9")
+    assert not is_up("no address")
 
 
 # ---- generate --------------------------------------------------------------------------------------
@@ -138,6 +140,12 @@ def test_generate_reads_the_prompt_from_stdin(server: ScriptedServer, monkeypatc
     server.answers = [["[DONE]"]]
     assert cli.main(["generate", "--url", server.url]) == 0
     assert server.asked[0][1]["text"] == "from a pipe"
+
+
+def test_generate_takes_no_flag_of_the_server_for_one_that_runs(server: ScriptedServer) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "x", "--url", server.url, "--page-size", "16"])
+    assert exit_.value.code == 2 and not server.asked
 
 
 # ---- chat ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -351,8 +352,33 @@ async def test_tokenize_and_detokenize(prefix: str):
             assert (await server.post(prefix + path, body)).status_code == 400
 
 
+async def test_a_chat_is_tokenized_as_the_chat_door_would():
+    flags = {"default_chat_template_kwargs": {"style": "brief"}}
+    async with serving(**flags) as server:
+        parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+        body = {"messages": [{"role": "developer", "content": parts}]}
+        assert bytes((await server.post("/tokenize", body)).json()["tokens"]) == b"system: hi you\n"
+        seen: list[Any] = []
+        rendered = SimpleNamespace(text="", input_ids=[])
+        server.manager.text.chat_template = SimpleNamespace(  # type: ignore[assignment]
+            render=lambda messages, **options: seen.append(options) or rendered
+        )
+        await server.post("/tokenize", body)
+        assert seen[0]["template_kwargs"] == {"style": "brief"}
+        for fields, named in [
+            ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"role": "user"}]}, "messages[0].content"),
+            ({"add_generation_prompt": False}, "add_generation_prompt"),
+            ({"tools": [{"type": "function"}]}, "tools"),
+            ({"chat_template": "x"}, "chat_template"),
+        ]:
+            response = await server.post("/tokenize", body | fields)
+            assert response.status_code == 400 and named in response.json()["error"]["message"]
+
+
 async def test_without_a_tokenizer_these_routes_say_so():
     async with serving(skip_tokenizer_init=True) as server:
-        for path, body in [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})]:
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        for path, body in [("/tokenize", {"prompt": "a"}), ("/tokenize", chat), ("/detokenize", {"tokens": [1]})]:
             response = await server.post(path, body)
             assert response.status_code == 400 and "tokenizer" in response.json()["error"]["message"]

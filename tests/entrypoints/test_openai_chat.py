@@ -185,6 +185,7 @@ def test_a_request_may_not_bring_its_own_template(server: Any) -> None:
             "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True, "logprobs": False, "tools": None,
             "return_hidden_states": False, "lora_path": None, "session_params": None, "sampling_seed": None,
             "response_format": None, "modalities": None, "parallel_tool_calls": None,
+            "priority": 0, "background": False, "stream_options": None,
         },
         # litellm, langchain
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "user": "u", "metadata": {"a": "b"}},

@@ -30,7 +30,8 @@ def refused(server: Any, path: str, body: Any, status: int = 400) -> dict[str, A
         ("n", 0), ("n", -1), ("n", "two"), ("stream", "perhaps"), ("stream", 1), ("seed", "x"), ("stop", 5),
         ("stop", [5]), ("stop_token_ids", ["a"]), ("logit_bias", {"abc": "x"}), ("logit_bias", {"1": 101}),
         ("logit_bias", {"1": -1e9}), ("logit_bias", [1]), ("model", 5), ("top_k", 1.5), ("ignore_eos", "yes"),
-        ("stream_options", 5), ("stream_options", {"include_usage": 1}), ("rid", 5),
+        ("stream_options", 5), ("stream_options", {"include_usage": 1}), ("stream_options", {"include_usage": True}),
+        ("rid", 5),
     ],
 )  # fmt: skip
 def test_wrong_types_and_ranges_name_the_field(
@@ -66,6 +67,7 @@ def test_complaints_about_native_parameters_use_the_clients_words(
         {"guided_json": {}}, {"lora_path": "x"}, {"return_hidden_states": True}, {"use_beam_search": True},
         {"custom_logit_processor": "x"}, {"session_params": {"id": "a"}}, {"prompt_logprobs": 1},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+        {"priority": 1}, {"priority": -1}, {"background": True},
     ],
 )  # fmt: skip
 def test_known_but_missing_features_are_refused_by_name(

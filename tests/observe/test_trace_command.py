@@ -66,7 +66,7 @@ def test_with_an_output_file_the_terminal_gets_one_line(tmp_path: Path, capsys: 
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("argv", [[], ["a prompt", "--from", "somewhere"]])
+@pytest.mark.parametrize("argv", [[], ["a prompt", "--from", "somewhere"], ["--from", "here", "--page-size", "4"]])
 def test_a_prompt_or_a_trace_must_be_named_and_not_both(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         run(*argv)
@@ -79,6 +79,8 @@ def test_a_file_that_is_no_trace_is_one_line(tmp_path: Path) -> None:
         run("--from", str(tmp_path / "x.jsonl"))
     with pytest.raises(StartupError):
         run("--from", str(tmp_path / "nothing here.jsonl"))
+    with pytest.raises(StartupError, match="No such file"):
+        run("hello", "--max-new-tokens", "1", "--perfetto", str(tmp_path / "no folder" / "run.json"))
 
 
 def fields(event: Event) -> set[str]:

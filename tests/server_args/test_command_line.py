@@ -135,13 +135,18 @@ def test_help_shows_every_flag_under_its_group_with_default_and_state(capsys: py
     assert help_text(flags()["enable_http2"]).endswith("[arrives with the HTTP/2 transport]")
 
 
-def test_a_program_may_add_flags_of_its_own() -> None:
+def test_the_help_of_a_command_with_flags_of_its_own_names_those_and_takes_all() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("prompt")
-    add_flags(parser, groups=("Memory and scheduling",))
+    parser.add_argument("--stop")
+    add_flags(parser, in_help=False)
     assert parser.parse_args(["hello", "--page-size", "4"]).page_size == 4
-    with pytest.raises(SystemExit):
-        parser.parse_args(["hello", "--port", "4"])
+    text = parser.format_help()
+    assert [line for line in text.splitlines() if "--" in line] == [
+        "  -h, --help   show this help message and exit",
+        "  --stop STOP",
+        "  any flag of `tinysrt serve`; see `tinysrt serve --help`",
+    ]
 
 
 # ---- config files ----------------------------------------------------------------------------------

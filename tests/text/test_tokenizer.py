@@ -47,6 +47,15 @@ def test_the_fewest_tokens_are_never_too_many(demo: Tokenizer, text: str) -> Non
     assert demo.fewest_tokens("x" * 10**6) > 8192
 
 
+def test_a_beginning_gives_the_tokens_that_the_whole_text_begins_with(demo: Tokenizer) -> None:
+    text = "The quick brown fox: naïve 🎉 12345. " * 2000
+    whole = demo.encode(text)
+    for tokens in (1, 7, 100):
+        beginning = demo.beginning(text, tokens)
+        assert len(beginning) < len(text) and demo.encode(beginning)[:tokens] == whole[:tokens]
+    assert demo.beginning("short", 3) == "short"
+
+
 def test_half_a_surrogate_pair_is_the_clients_error(demo: Tokenizer) -> None:
     with pytest.raises(RequestError, match="Unicode"):
         demo.encode("\ud83d")

@@ -46,6 +46,9 @@ class ByteTokenizer:
     def fewest_tokens(self, text: str) -> int:
         return len(text) // 4
 
+    def beginning(self, text: str, tokens: int) -> str:
+        return text[: 4 * tokens]
+
     def decode_batch(self, batch: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         return [bytes(i for i in ids if i < 256).decode(errors="replace") for ids in batch]
 

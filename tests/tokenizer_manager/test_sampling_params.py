@@ -75,6 +75,15 @@ def test_grammar_fields_are_refused_by_name_unless_empty(name: str):
     assert name in refuse(**{name: "x"}).message
 
 
+def test_stop_tokens_that_are_masked_at_first_leave_tokens_to_draw():
+    everything = list(range(VOCAB))
+    error = refuse(stop_token_ids=everything, min_new_tokens=1)
+    assert error.param == "stop_token_ids" and "min_new_tokens" in error.message
+    accept(stop_token_ids=everything)  # ends at the first token
+    accept(stop_token_ids=everything, min_new_tokens=1, ignore_eos=True)  # masks nothing
+    accept(stop_token_ids=everything[: VOCAB // 2] * 2, min_new_tokens=1)
+
+
 def test_an_unknown_name_is_refused():
     error = refuse(temprature=0.5)
     assert "temprature" in error.message and error.param == "temprature"

@@ -257,6 +257,17 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatc
         assert not manager.rid_to_state
 
 
+async def test_a_text_that_will_be_cut_is_not_encoded_whole(monkeypatch: pytest.MonkeyPatch):
+    async with manager_and_scheduler(allow_auto_truncate=True) as (manager, scheduler):
+        encode, encoded = manager.text.encode, []
+        monkeypatch.setattr(manager.text, "encode", lambda texts: encoded.extend(map(len, texts)) or encode(texts))
+        task = start(manager.generate_request(ask("x" * 10**6)))
+        (request,) = await scheduler.requests(1)
+        limit = manager._length_limits().too_long
+        assert len(request.input_ids) == limit - 1 and encoded == [4 * limit]
+        task.cancel()
+
+
 async def test_a_crash_in_the_tokenizer_leaves_no_state():
     async with manager_and_scheduler() as (manager, _):
         with pytest.raises(RuntimeError):

@@ -191,5 +191,5 @@ class Client:
             raise RunVoid(f"the server says: {event['error']}")
         try:
             self.dialect.read(event, at, answer)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:  # the last: an answer that is no JSON object
             raise RunVoid(f"an answer that is none of this dialect ({error!r}): {str(event)[:200]}") from None

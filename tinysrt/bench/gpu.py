@@ -37,6 +37,7 @@ from rich.table import Table
 
 from tinysrt.bench import gpu_correct, gpu_speed, report
 from tinysrt.bench.gpu_bench import FAIL, FULL, PASS, SKIPPED, TINY, Bench, Line, first_line
+from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import load_kernels
 
 LAST_LINES = 40  # what a terminal, or whoever cuts the output, still shows
@@ -126,6 +127,11 @@ def main(argv: Sequence[str]) -> int:
         "8 server": gpu_speed.server,
         "9 peers": gpu_speed.peers,
     }
+    out = Path(cli.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # now: if it cannot be, minutes of checks would be lost
+    except OSError as error:
+        raise StartupError(f"--out {out}: {error.strerror}") from None
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="tinysrt-gpu-") as folder:
         bench = Bench(
@@ -139,8 +145,6 @@ def main(argv: Sequence[str]) -> int:
             if cli.sections is None or int(name[0]) in cli.sections:
                 run_section(bench, name, section)
     said = outcome(bench.lines)
-    out = Path(cli.out)
-    out.mkdir(parents=True, exist_ok=True)
     figures = {"passed": said == "passed", "lines": [asdict(line) for line in bench.lines], "details": bench.details}
     args = argparse.Namespace(json=str(out / "gpu-check.json"))
     where = bench.details.get("gpu", cli.device)

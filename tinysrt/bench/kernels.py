@@ -37,12 +37,13 @@ from tinysrt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from tinysrt.model_executor.layers.linear import Linear, can_pack
 from tinysrt.model_executor.layers.moe import group_by_expert
 from tinysrt.model_executor.layers.rotary import rope_cache
-from tinysrt.model_executor.model_config import ModelConfig, resolve_model_path
+from tinysrt.model_executor.model_config import DTYPES, ModelConfig, resolve_model_path
 from tinysrt.model_executor.sizing import runtime_dtype, usable_cores
 from tinysrt.text.demo_model import ensure_demo_model
 
 POOL_BYTES = 256 * 2**20  # of all layers of the bench's KV pool together
 LINEAR_BYTES = 64 * 2**20  # of the layers of its projection
+WRONG = 0.05  # an error above it: no rounding of any format explains it
 SAMPLE_SECONDS = 1e-3  # a faster kernel is called several times in a row
 
 Call = Callable[[], Any]
@@ -293,6 +294,10 @@ def difference(kernel: str, got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+def is_wrong(row: dict[str, Any], name: str) -> bool:
+    return not row["error"][name] <= WRONG  # NaN is wrong too
+
+
 def make_table(rows: list[dict[str, Any]], names: list[str], title: str) -> Table:
     table = Table(title=title, caption="µs per call, and how many times as fast as the reference")
     table.add_column("kernel")
@@ -306,6 +311,8 @@ def make_table(rows: list[dict[str, Any]], names: list[str], title: str) -> Tabl
         for name in names:
             if name not in row["us"]:
                 cells.append("")  # nothing of its own: torch_native calls the reference, others torch_native
+            elif is_wrong(row, name):
+                cells.append(f"wrong: error {row['error'][name]:.1e}")
             elif name == "reference":
                 cells.append(report.number(row["us"][name]))
             else:
@@ -317,7 +324,7 @@ def make_table(rows: list[dict[str, Any]], names: list[str], title: str) -> Tabl
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tinysrt bench kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", help="folder or hub id whose shapes are used; default: the demo model")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--kernels", nargs="+", choices=NAMES, help="sets; default: what this machine can run")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], help="requests that decode")
@@ -360,7 +367,7 @@ def main(argv: Sequence[str]) -> int:
     report.publish(cli, "kernels", figures, [table], argv=argv)
     for reason in missing.values():
         print(f"left out: {reason}", file=sys.stderr)
-    return 0
+    return 1 if any(is_wrong(row, name) for row in rows for name in row["error"]) else 0
 
 
 if __name__ == "__main__":

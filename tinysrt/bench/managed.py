@@ -41,7 +41,10 @@ class ManagedServer:
     def __init__(self, command: str, url: str, log: Path, *, start_timeout: float = 600.0):
         """`{port}` in command and url becomes a free port."""
         port = str(free_port())
-        self.command = shlex.split(command.replace("{port}", port))
+        try:
+            self.command = shlex.split(command.replace("{port}", port))
+        except ValueError as error:
+            raise StartupError(f"{command}: {error}") from None
         self.url = url.replace("{port}", port).rstrip("/")
         self.log = log
         self.start_timeout = start_timeout

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run (default 0)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrinks the workload (default 1)")
     report.add_output_flags(parser)
-    add_flags(parser)
+    add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
     server_args.check()
     report.check_output_flags(args)
@@ -64,14 +64,12 @@ def main(argv: Sequence[str]) -> int:
         vocab_size, info = manager.model_config.vocab_size, engine.get_server_info()
         try:
             measure(engine, Draws(vocab_size, args.seed, 1000, args.scale / 4), args.requests)  # warm-up
-            runs = [
-                measure(engine, Draws(vocab_size, args.seed + i, 0, args.scale), args.requests)
-                for i in range(args.repeats)
-            ]
+            draws = [Draws(vocab_size, args.seed + i, 0, args.scale) for i in range(args.repeats)]
+            runs = [measure(engine, each, args.requests) for each in draws]
         except RunVoid as error:
             raise StartupError(f"the run is void: {error}") from None
     summary = {name: report.spread([run[name] for run in runs]) for name in runs[0]}
-    count = Draws(vocab_size, args.seed, 0, args.scale).size(args.requests)
+    count = draws[0].size(args.requests)
     table = Table(title=f"{count} requests at once, {args.repeats} runs ({report.machine_line()})")
     for column in ("figure", "median", "min", "max"):
         table.add_column(column, justify="left" if column == "figure" else "right")

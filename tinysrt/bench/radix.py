@@ -21,6 +21,7 @@ import numpy as np
 from rich.table import Table
 
 from tinysrt.bench import report
+from tinysrt.errors import StartupError
 from tinysrt.mem_cache.radix_tree import RadixTree
 
 _LEAF_TOKENS = 32  # a first half that others share, and a half of its own
@@ -115,6 +116,8 @@ def main(argv: Sequence[str]) -> int:
     report.add_output_flags(parser, plot=False)
     args = parser.parse_args(argv)
     report.check_output_flags(args)
+    if min(args.prompt_len, args.leaves, *args.page_size, args.repeats) < 1:
+        raise StartupError("--prompt-len, --leaves, --page-size and --repeats must be at least 1")
     rows = run_radix_bench(args.prompt_len, args.leaves, args.page_size, args.repeats)
     table = table_of(rows, args.prompt_len, args.repeats)
     report.publish(args, "radix", {"rows": [asdict(row) for row in rows]}, [table], argv=argv)

@@ -16,6 +16,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -81,7 +82,7 @@ def publish(
         for table in tables:
             console.print(table)
     if args.json is not None:
-        text = json.dumps(record(part, figures, argv), indent=1)
+        text = json.dumps(record(part, figures, argv), indent=1, allow_nan=False)
         if args.json == "-":
             print(text)
         else:
@@ -113,7 +114,7 @@ def _tidy(value: Any) -> Any:
         case list() | tuple():
             return [_tidy(item) for item in value]
         case float():
-            return float(f"{value:.6g}")
+            return float(f"{value:.6g}") if math.isfinite(value) else None  # JSON has no word for it
         case str():
             return value.replace(str(Path.home()), "~")
     return value
@@ -207,7 +208,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def number(value: float | None) -> str:
     """Four significant digits at most, and no digits that mean nothing."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "·"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"

@@ -24,7 +24,7 @@ from tinysrt.bench import machine_rates, report
 from tinysrt.bench.model_cost import ModelCost, Rates, Work
 from tinysrt.bench.steps import decode_batch, make_runner, median_ms, pool_bytes, prefill_batch
 from tinysrt.errors import StartupError
-from tinysrt.model_executor.model_config import ModelConfig, resolve_model_path
+from tinysrt.model_executor.model_config import DTYPES, ModelConfig, resolve_model_path
 from tinysrt.model_executor.sizing import runtime_dtype, usable_cores
 from tinysrt.server_args import ServerArgs
 from tinysrt.text.demo_model import ensure_demo_model
@@ -138,7 +138,7 @@ def draw(figure: Figure, rates: Rates, rows: list[dict[str, Any]]) -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tinysrt bench roofline", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", help="folder or hub id; default: the demo model")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64], help="requests of a decode step")
     parser.add_argument("--context", type=int, default=512, help="positions of each request that decodes")
@@ -159,6 +159,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(cli, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             raise StartupError(f"--{name.replace('_', '-')} must be at least 1")
+    if cli.attention_backend and not cli.measure:
+        raise StartupError("--attention-backend is of the measured steps: give --measure too")
     if cli.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device cuda: PyTorch sees no CUDA device here")
     return cli

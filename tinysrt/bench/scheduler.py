@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tinysrt.bench import report
 from tinysrt.bench.fake_model import FakeEngine
+from tinysrt.errors import StartupError
 
 
 def measure(
@@ -67,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     report.add_output_flags(parser, plot=False)
     args = parser.parse_args(argv)
     report.check_output_flags(args)
+    if min(*args.batch_sizes, args.steps) < 1:
+        raise StartupError("--batch-sizes and --steps must be at least 1")
     torch.set_num_threads(1)
     rows = [
         measure(batch_size=size, page_size=page, radix=radix, overlap=overlap, steps=args.steps)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ASK_TIMEOUT = 30.0  # seconds for a question about the server itself
-DEFAULT_URL = "http://127.0.0.1:30000"
+DEFAULT_URL, DIALECT, OTHER = "http://127.0.0.1:30000", "sglang", "B"
 
 
 @dataclass
@@ -317,7 +317,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="With --start the server is started for each round and stopped after it; {port} in the command is a "
         "free port, and the default URL follows it.",
     )
-    for prefix, who, name in (("", "the server", "A"), ("compare-", "the other server", "B")):
+    for prefix, who, name in (("", "the server", "A"), ("compare-", "the other server", OTHER)):
         group = parser.add_argument_group(who)
         here = "none: no comparison" if prefix else DEFAULT_URL
         spelling = "--compare" if prefix else "--url"
@@ -326,7 +326,7 @@ def main(argv: Sequence[str]) -> int:
         )
         group.add_argument(f"--{prefix}start", metavar="COMMAND", help="start it with this command")
         group.add_argument(f"--{prefix}name", metavar="NAME", default=name, help=f"in tables (default {name})")
-        group.add_argument(f"--{prefix}dialect", choices=DIALECTS, default="sglang", help="default sglang")
+        group.add_argument(f"--{prefix}dialect", choices=DIALECTS, default=DIALECT, help=f"default {DIALECT}")
         group.add_argument(f"--{prefix}model", metavar="NAME", help="as requests name it (default: asked from it)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["W1", "W2", "W3"], metavar="W",
                         help=f"of {', '.join(WORKLOADS)} (default W1 W2 W3)")  # fmt: skip
@@ -378,6 +378,8 @@ def sides_of(args: argparse.Namespace) -> list[Side]:
         if not where:
             raise StartupError("--compare-start needs {port} in its command, or --compare URL")
         sides.append(Side(args.compare_name, where, args.compare_dialect, args.compare_start, args.compare_model))
+    elif args.compare_model or args.compare_name != OTHER or args.compare_dialect != DIALECT:
+        raise StartupError("there is no other server to compare with: give --compare URL or --compare-start")
     return sides
 
 
@@ -386,7 +388,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
         raise StartupError("--pairs must be at least 1, and --scale above 0")
     compared = bool(args.compare_url or args.compare_start)
     logs = Path(args.logs or tempfile.mkdtemp(prefix="tinysrt-bench-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"--logs {logs}: {error.strerror}") from None
     return Plan(
         workloads=args.workloads,
         pairs=args.pairs,

@@ -28,7 +28,7 @@ from tinysrt.bench.dialects import RunVoid
 from tinysrt.bench.in_process import Played, Want, with_flags, with_scheduler
 from tinysrt.bench.workloads import Draws
 from tinysrt.errors import StartupError
-from tinysrt.model_executor.model_config import ModelConfig
+from tinysrt.model_executor.model_config import DTYPES, ModelConfig
 from tinysrt.model_executor.model_runner import ModelRunner, load_runner
 from tinysrt.observe.trace import Recorder
 from tinysrt.server_args import ServerArgs
@@ -266,7 +266,8 @@ def run_switches(
     bench: Bench, switches: Sequence[Switch], *, say: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for switch in switches:
+    for number, switch in enumerate(switches, 1):
+        say(f"{number} of {len(switches)}: {switch.name} …")  # a row takes a while, the first also loads the model
         begin = time.perf_counter()
         try:
             found = bench.measure(switch)
@@ -283,7 +284,7 @@ def main(argv: Sequence[str]) -> int:
         prog="tinysrt bench switches", description="Turn each mechanism off and on, and see what it gives here."
     )
     parser.add_argument("--model-path", help="default: the demo model")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
     parser.add_argument("--num-threads", type=int, help="of the model (default: PyTorch's choice)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="switches whose name holds one of these")
     parser.add_argument("--list", action="store_true", help="name the switches and end")

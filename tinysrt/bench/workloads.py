@@ -28,6 +28,7 @@ import numpy as np
 
 from tinysrt.bench.dialects import Answer, Client, RunVoid
 from tinysrt.bench.report import percentile
+from tinysrt.errors import StartupError
 
 T = TypeVar("T")
 FIRST_ID = 3  # below: usually unknown, begin, end
@@ -72,7 +73,7 @@ class Draws:
 
     def __post_init__(self) -> None:
         if self.vocab_size <= FIRST_ID:
-            raise ValueError(f"a vocabulary of {self.vocab_size} leaves no token to draw")
+            raise StartupError(f"a vocabulary of {self.vocab_size} leaves no token to draw")
         self.shape = np.random.default_rng([self.seed, 0])
         self.ids = np.random.default_rng([self.seed, 1, self.repetition, *self.workload.encode()])
 
@@ -157,12 +158,12 @@ async def w4(client: Client, draws: Draws) -> Figures:
         return await client.ask(ids, max(2, draws.size(64)), stream=True)
 
     _, answers = await together([arrive(at, ids) for at, ids in zip(arrivals, prompts, strict=True)])
-    ttfts, gaps = [a.ttft for a in answers], [gap for a in answers for gap in a.gaps] or [0.0]
+    ttfts, gaps = [a.ttft for a in answers], [gap for a in answers for gap in a.gaps]
     return {
         "ttft_p50_ms": 1e3 * percentile(ttfts, 50),
         "ttft_p99_ms": 1e3 * percentile(ttfts, 99),
-        "itl_p50_ms": 1e3 * percentile(gaps, 50),
-        "itl_p99_ms": 1e3 * percentile(gaps, 99),
+        "itl_p50_ms": 1e3 * percentile(gaps, 50) if gaps else None,
+        "itl_p99_ms": 1e3 * percentile(gaps, 99) if gaps else None,
         "drain_s": max(a.end for a in answers) - begin - arrivals[-1],  # grows with every second if it is saturated
     }
 

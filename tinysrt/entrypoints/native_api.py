@@ -28,6 +28,7 @@ from starlette.requests import Request
 
 from tinysrt.entrypoints.body import convert, read_object
 from tinysrt.entrypoints.errors import SSE_DONE, json_response, native_stream_error, sse
+from tinysrt.entrypoints.openai_protocol import ChatRequest
 from tinysrt.entrypoints.stream import EventStream, unless_disconnected
 from tinysrt.errors import RequestError
 from tinysrt.managers.generate_request import GenerateReqInput, refuse_unsupported_fields
@@ -221,12 +222,17 @@ class NativeApi:
     # ---- the tokenizer alone ---------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
-        asked = convert(await self._body(request), TokenizeBody)
+        """The ids that `/generate` would run for a text, or `/v1/chat/completions` for a chat."""
+        body = await self._body(request)
+        asked = convert(body, TokenizeBody)
         text = self.tokenizer_manager.text
         if (asked.prompt is None) == (asked.messages is None):
-            raise RequestError("Exactly one of 'prompt' and 'messages' is required.", param="prompt")
+            message = "Exactly one of 'prompt' (a text or a list of texts) and 'messages' (a chat) is required."
+            raise RequestError(message, param="prompt")
         if asked.messages is not None:
-            tokens: list[Any] = (await text.render_chat(asked.messages)).input_ids
+            chat = ChatRequest.from_body(body)
+            options = chat.render_options(self.server_args)
+            tokens: list[Any] = (await self.tokenizer_manager.render_chat(chat.messages, **options)).input_ids
             count: Any = len(tokens)
         elif isinstance(asked.prompt, list):
             tokens = await text.encode(asked.prompt, asked.add_special_tokens)

@@ -124,11 +124,8 @@ class OpenAIDoor:
     async def chat_completions(self, request: Request) -> Response:
         asked = ChatRequest.from_body(await read_object(request, self.server_args.max_request_bytes))
         self._check_model(asked.model)
-        rendered = await self.tokenizer_manager.render_chat(
-            asked.messages,
-            continue_final_message=asked.continue_final_message,
-            template_kwargs=self._template_kwargs(asked),
-        )
+        options = asked.render_options(self.server_args)
+        rendered = await self.tokenizer_manager.render_chat(asked.messages, **options)
         rid = asked.rid or f"chatcmpl-{uuid.uuid4().hex}"
         # Chat alone follows the model's generation_config.json, and has no limit but the context.
         params = asked.sampling_params(self._limit(None) | self.tokenizer_manager.chat_sampling_defaults())
@@ -147,13 +144,6 @@ class OpenAIDoor:
         )
         reply = ChatReply(asked, rid, self.served_name, self.tokenizer_manager.require_tokenizer())
         return await self._answer(request, asked, reply, generate)
-
-    def _template_kwargs(self, asked: ChatRequest) -> dict[str, Any]:
-        kwargs = asked.template_kwargs()
-        if "chat_template" in kwargs and not self.server_args.trust_request_chat_template:
-            message = "A request may bring its own chat template only with --trust-request-chat-template."
-            raise RequestError(message, param="chat_template_kwargs")
-        return (self.server_args.default_chat_template_kwargs or {}) | kwargs
 
     # ---- both ------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import msgspec
 
 from tinysrt.entrypoints.body import convert
 from tinysrt.errors import RequestError
+from tinysrt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -150,13 +151,18 @@ class ChatRequest(CommonRequest, kw_only=True):
             raise RequestError(message, param="continue_final_message")
         return request
 
-    def template_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {}
+    def render_options(self, server_args: ServerArgs) -> dict[str, Any]:
+        """For `TokenizerManager.render_chat`, beside the messages."""
+        kwargs = dict(server_args.default_chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
             kwargs |= {"thinking": False, "enable_thinking": False}
-        return kwargs | (self.chat_template_kwargs or {})
+        asked = self.chat_template_kwargs or {}
+        if "chat_template" in asked and not server_args.trust_request_chat_template:
+            message = "A request may bring its own chat template only with --trust-request-chat-template."
+            raise RequestError(message, param="chat_template_kwargs")
+        return {"continue_final_message": self.continue_final_message, "template_kwargs": kwargs | asked}
 
 
 # ---- fields that are refused, harmless, unknown ------------------------------------------------------
@@ -176,6 +182,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     # other engines' sampling
     "use_beam_search": (False,), "length_penalty": (1.0, 1), "allowed_token_ids": (), "bad_words": ([],),
     "truncate_prompt_tokens": (), "include_stop_str_in_output": (False,), "prompt_embeds": (),
+    # when and where the answer comes
+    "priority": (0,), "background": (False,),
 }  # fmt: skip
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"suffix": ("",), "add_special_tokens": (True,)}
 REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
@@ -186,7 +194,7 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 HARMLESS = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "prediction", "priority", "log_metrics", "no_logs", "background", "bootstrap_port",
+    "parallel_tool_calls", "prediction", "log_metrics", "no_logs", "bootstrap_port",
     "separate_reasoning", "stream_reasoning",  # without a reasoning parser nothing is separated, whatever they say
 ))  # fmt: skip
 
@@ -207,6 +215,8 @@ def _convert(body: dict[str, Any], kind: type[R], *, also: set[str]) -> R:
     if unknown:
         logger.info("Ignored unknown request fields: %s", ", ".join(repr(name[:64]) for name in unknown[:16]))
     request = convert(body, kind)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("'stream_options' is only allowed with 'stream': true.", param="stream_options")
     if request.samples < 1:
         raise RequestError(f"'n' must be at least 1, got {request.n}.", param="n")
     if request.max_tokens is not None and request.max_tokens < 0:

@@ -281,10 +281,15 @@ class LengthLimits:
     max_input_len: int  # prompts are shorter than this: room for the first output tokens, and the KV pool's size
     auto_truncate: bool  # --allow-auto-truncate
 
+    @property
+    def too_long(self) -> int:
+        """The fewest tokens of a prompt that does not fit."""
+        return min(self.context_len, self.max_input_len)
+
 
 def refuse_far_too_long(fewest_tokens: int, limits: LengthLimits, field: str) -> None:
     """For a text so long that encoding it, which takes seconds and gigabytes, could only end in a refusal."""
-    limit = min(limits.context_len, limits.max_input_len)
+    limit = limits.too_long
     if fewest_tokens >= limit and not limits.auto_truncate:
         raise RequestError(
             f"The prompt has more than {fewest_tokens} tokens; this server takes at most {limit - 1} "
@@ -299,7 +304,7 @@ def fit_length(prompt: Prompt, limits: LengthLimits) -> None:
     ids, params, field = prompt.ids, prompt.params, "input_ids" if prompt.text is None else "text"
     if not ids:
         raise RequestError(f"'{field}' holds an empty prompt.", param=field)
-    limit = min(limits.context_len, limits.max_input_len)
+    limit = limits.too_long
     if len(ids) >= limit:
         if not limits.auto_truncate:
             raise RequestError(
@@ -308,7 +313,7 @@ def fit_length(prompt: Prompt, limits: LengthLimits) -> None:
                 param=field,
                 code="context_length_exceeded",
             )
-        logger.warning("Prompt of %d tokens cut to %d (--allow-auto-truncate)", len(ids), limit - 1)
+        logger.warning("A prompt is cut to its first %d tokens (--allow-auto-truncate)", limit - 1)
         prompt.input_ids = ids = ids[: limit - 1]
     room = limits.context_len - len(ids)
     if params.max_new_tokens is not None and params.max_new_tokens > room:

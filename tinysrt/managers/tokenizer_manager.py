@@ -180,9 +180,12 @@ class TokenizerManager:
         limits = self._length_limits()
         todo = [prompt for prompt in batch.prompts if prompt.input_ids is None]
         if todo:
-            for prompt in todo:
-                refuse_far_too_long(self.require_tokenizer().fewest_tokens(prompt.text or ""), limits, "text")
-            encoded = await self.text.encode([prompt.text or "" for prompt in todo])
+            tokenizer, texts = self.require_tokenizer(), [prompt.text or "" for prompt in todo]
+            for text in texts:
+                refuse_far_too_long(tokenizer.fewest_tokens(text), limits, "text")
+            if limits.auto_truncate:  # what will be cut off is not worth seconds and gigabytes either
+                texts = [tokenizer.beginning(text, limits.too_long) for text in texts]
+            encoded = await self.text.encode(texts)
             for prompt, ids in zip(todo, encoded, strict=True):
                 prompt.input_ids = ids
         for prompt in batch.prompts:

@@ -108,6 +108,10 @@ class Tokenizer:
         (Encoding takes a second and some 400 MB for each. Blanks that a control token swallows are not considered.)"""
         return len(text) // self._widest_token
 
+    def beginning(self, text: str, tokens: int) -> str:
+        """As much of a text as surely gives so many tokens; they are those of the whole but for the last word's."""
+        return text[: tokens * self._widest_token]
+
     @cached_property
     def _widest_token(self) -> int:
         """Characters of text that one token may stand for."""
