@@ -161,7 +161,12 @@ def section(name: str, record: Record, folder: str) -> str:
         f"{where}; {versions}; commit `{machine['commit']}`; finished {record['finished'].partition('T')[0]}. "
         f"[The record]({folder}/{name}.json).\n",
     ]
-    renderers: dict[str, Callable[[Record], str]] = {"serve": _serve, "switches": _switches, "offline": _offline}
+    renderers: dict[str, Callable[[Record], str]] = {
+        "serve": _serve,
+        "switches": _switches,
+        "offline": _offline,
+        "kernels": _kernels,
+    }
     return "\n".join([*parts, renderers.get(record["bench"], _rows)(record)]) + "\n"
 
 
@@ -210,6 +215,18 @@ def _switches(record: Record) -> str:
 def _offline(record: Record) -> str:
     lines = [[name, _spread(found)] for name, found in record["summary"].items()]
     return table(["figure", ">value"], lines)
+
+
+def _kernels(record: Record) -> str:
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["us"]))
+    lines = []
+    for row in record["rows"]:
+        cells = [
+            f"{_number(row['us'][name])} ({_ratio(row['speedup'][name])})" if name in row["us"] else "·"
+            for name in names
+        ]
+        lines.append([row["phase"], row["kernel"], row["shape"], *cells])
+    return table(["phase", "kernel", "shape", *(f">{name}, µs" for name in names)], lines)
 
 
 def _rows(record: Record) -> str:

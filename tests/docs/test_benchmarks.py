@@ -83,6 +83,11 @@ def test_switches_and_other_records_become_tables(page: ModuleType) -> None:
     text = page.render("records", {"switches": dict(common, bench="switches", rows=[row, skipped])})
     assert "| radix cache | wall | 20 | 10 | 2.00× (1.50–2.50) | 2.00× (1.50–2.50) |" in text
     assert "Not measured: numba kernels: no numba." in text
+    us, speedup = dict(reference=12.5, numba=5.0), dict(reference=1.0, numba=2.5)
+    rows = [dict(kernel="silu_and_mul", phase="decode", shape="1 x 3072", us=us, speedup=speedup)]
+    text = page.render("kernels", {"kernels": dict(common, bench="kernels", rows=rows)})
+    assert "| phase | kernel | shape | reference, µs | numba, µs |" in text
+    assert "| decode | silu_and_mul | 1 x 3072 | 12.5 (1.00×) | 5 (2.50×) |" in text
     rows = [dict(phase="decode", batch=8, bytes=280_756_000, floor_ms=4.751, limited_by="memory")]
     text = page.render("roofline", {"roofline": dict(common, bench="roofline", rows=rows)}, "../b")
     assert "(../b/roofline.json)" in text and "| phase | batch | read, MB | floor, ms | limit |" in text
