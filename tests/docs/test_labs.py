@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,3 +59,11 @@ def test_a_lab_runs_and_prints_what_its_notebook_shows(source: Path, labs: Modul
             assert printed(ours) == printed(theirs), f"this cell prints something else now:\n{ours.source}"
     gone, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
     assert left == []
+
+
+@pytest.mark.slow
+def test_a_lab_that_spawns_processes_runs_as_a_plain_script(root: Path) -> None:
+    script = [sys.executable, "labs/05_tensor_parallel.py"]
+    result = subprocess.run(script, cwd=root, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" weights\n") == 1, "a rank has run the script again"
