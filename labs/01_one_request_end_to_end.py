@@ -38,6 +38,7 @@ import tempfile
 
 import tinysrt
 
+globals().pop("__file__", None)  # as a script: the processes that it spawns must not run it again
 PROMPT = "The capital of France is"
 scratch = tempfile.TemporaryDirectory(prefix="tinysrt-lab-")  # goes with the kernel
 

@@ -41,6 +41,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path("labs").resolve() if Path("labs").is_dir() else Path.cwd()))
 import two_ranks
 
+globals().pop("__file__", None)  # as a script: the processes that it spawns must not run it again
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 3, 64, 96, 8, 2, 8, 300
 config = dict(
     architectures=["LlamaForCausalLM"],

@@ -29,10 +29,22 @@ def execute(source: Path, *, timeout: int = 600) -> nbformat.NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # random ids would change with every run
         if cell.cell_type == "code":  # log lines carry times and paths, and are not what a lab is about
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs = join_streams([output for output in cell.outputs if output.get("name") != "stderr"])
         cell.metadata.pop("execution", None)  # so would times
     notebook.metadata["language_info"] = {"name": "python"}  # and the interpreter's version
     return notebook
+
+
+def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Where a kernel cuts what a cell prints into pieces is a matter of time; neighbors become one."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        last = joined[-1] if joined else {}
+        if output.output_type == last.get("output_type") == "stream" and output.name == last["name"]:
+            last["text"] += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def main() -> None:

@@ -5,12 +5,16 @@
     {{ benchmarks:records }}    every record as tables, and a link to the file
     {{ benchmarks:NAME }}       one of them, without a heading
 
+Columns have names with units, numbers some three digits, ratios a ×. A wide table scrolls in a box of its own
+(assets/site.css keeps numbers on one line).
+
 `render` is a function of the records alone. A target whose record is not there is "not recorded", never a guess.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import posixpath
 import re
 import textwrap
@@ -30,7 +34,7 @@ TITLES = {
     "ttft_ms": "TTFT, ms",
     "decode_tok_s": "decode, tok/s",
     "output_tok_s": "output, tok/s",
-    "wall_s": "wall, s",
+    "wall_s": "wall time, s",
     "cached_tokens": "cached tokens",
     "ttft_p50_ms": "TTFT p50, ms",
     "ttft_p99_ms": "TTFT p99, ms",
@@ -39,6 +43,18 @@ TITLES = {
     "drain_s": "last arrival to last token, s",
     "longest_gap_ms": "longest gap, ms",
     "long_ttft_s": "long prompt's TTFT, s",
+}
+
+# Columns of other benches for which `heading` is not enough: name, and the size of its unit.
+COLUMNS = {
+    "read_gb_s": ("memory read, GB/s", 1.0),
+    "float32_gflop_s": ("float32, GFLOP/s", 1.0),
+    "bfloat16_gflop_s": ("bfloat16, GFLOP/s", 1.0),
+    "context": ("context, tokens", 1.0),
+    "bytes": ("read, MB", 1e6),
+    "flops": ("computed, GFLOP", 1e9),
+    "limited_by": ("limit", 1.0),
+    "percent": ("reached, %", 1.0),
 }
 
 
@@ -113,13 +129,16 @@ def targets(records: Mapping[str, Record]) -> str:
     lines = []
     for target in TARGETS:
         sign = "≤" if target.at_most else "≥"
-        unit = "" if target.value else "×"
         measured, verdict = "", "not recorded"
         if (found := _measured(target, records.get(target.record))) is not None:
-            measured, verdict = _spread(found, unit), target.met_by(found["median"])
-        bounds = [f"{sign} {_number(bound)}{unit}" for bound in (target.must, target.aim)]
-        lines.append([target.workload, TITLES[target.figure], target.peer, *bounds, measured, verdict])
-    return table(["", "figure", "against", ">must", ">aim", ">measured", "verdict"], lines)
+            measured, verdict = _spread(found, ratio=not target.value), target.met_by(found["median"])
+        bounds = [
+            f"{sign} {_number(bound)}" if target.value else f"{sign} {_ratio(bound)}"
+            for bound in (target.must, target.aim)
+        ]
+        figure = TITLES[target.figure] if target.value else TITLES[target.figure].partition(",")[0]
+        lines.append([target.workload, figure, target.peer, *bounds, measured, verdict])
+    return table(["workload", "figure", "against", ">must", ">aim", ">measured", "verdict"], lines)
 
 
 def _measured(target: Target, record: Record | None) -> Mapping[str, float] | None:
@@ -139,10 +158,15 @@ def section(name: str, record: Record, folder: str) -> str:
     where = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])}), {machine['system']}"
     parts = [
         f"```bash\n{record['command']}\n```\n",
-        f"{where}; {versions}; commit `{machine['commit']}`; finished {record['finished']}. "
+        f"{where}; {versions}; commit `{machine['commit']}`; finished {record['finished'].partition('T')[0]}. "
         f"[The record]({folder}/{name}.json).\n",
     ]
-    renderers: dict[str, Callable[[Record], str]] = {"serve": _serve, "switches": _switches, "offline": _offline}
+    renderers: dict[str, Callable[[Record], str]] = {
+        "serve": _serve,
+        "switches": _switches,
+        "offline": _offline,
+        "kernels": _kernels,
+    }
     return "\n".join([*parts, renderers.get(record["bench"], _rows)(record)]) + "\n"
 
 
@@ -153,16 +177,15 @@ def _serve(record: Record) -> str:
     for workload, figures in record["summary"].items():
         for figure, entry in figures.items():
             cells = [_spread(entry.get(name)) for name in names]
-            cells += [_spread(entry.get("ratio"))] if ratio else []
-            lines.append([workload, TITLES[figure], *cells, _spread(entry.get("noise"))])
-    told = [table(["", "figure", *(f">{name}" for name in names), *ratio, ">noise"], lines)]
+            cells += [_spread(entry.get("ratio"), ratio=True)] if ratio else []
+            lines.append([workload, TITLES[figure], *cells, _spread(entry.get("noise"), ratio=True)])
+    told = [table(["workload", "figure", *(f">{name}" for name in names), *ratio, ">noise"], lines)]
     void = [run for run in record["runs"] if run["void"]]
     if void:
         told.append("Void: " + "; ".join(f"{run['side']} {run['workload']}: {run['void']}" for run in void) + ".\n")
     outside = [
         [
             side["name"],
-            f"`{side['start']}`" if side["start"] else side["url"],
             *(
                 _spread(_of([look[key] for look in side["outside"]]))
                 for key in ("start_s", "rss_mib", "idle_cpu_percent")
@@ -170,16 +193,20 @@ def _serve(record: Record) -> str:
         ]
         for side in record["sides"]
     ]
-    told.append(table(["server", "started as", ">ready after, s", ">memory, MiB", ">idle, % of a core"], outside))
-    return "\n".join(told)
+    told.append(table(["server", ">ready after, s", ">memory, MiB", ">idle, % of a core"], outside))
+    told += [
+        f"- {side['name']}: " + (f"`{side['start'].strip()}`" if side["start"] else side["url"])
+        for side in record["sides"]
+    ]
+    return "\n".join(told) + "\n"
 
 
 def _switches(record: Record) -> str:
     lines = []
     for row in record["rows"]:
         if "gain" in row:
-            figures = [_number(row["off_ms"]), _number(row["on_ms"]), _spread(row["gain"]), _spread(row["noise"])]
-            lines.append([row["switch"], row["figure"], *figures])
+            gains = [_spread(row[name], ratio=True) for name in ("gain", "noise")]
+            lines.append([row["switch"], row["figure"], _number(row["off_ms"]), _number(row["on_ms"]), *gains])
     skipped = [f"{row['switch']}: {row['skipped']}" for row in record["rows"] if "skipped" in row]
     told = table(["switch", "figure", ">off, ms", ">on, ms", ">gain", ">noise"], lines)
     return told + (f"\nNot measured: {'; '.join(skipped)}.\n" if skipped else "")
@@ -190,15 +217,38 @@ def _offline(record: Record) -> str:
     return table(["figure", ">value"], lines)
 
 
+def _kernels(record: Record) -> str:
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["us"]))
+    lines = []
+    for row in record["rows"]:
+        cells = [
+            f"{_number(row['us'][name])} ({_ratio(row['speedup'][name])})" if name in row["us"] else "·"
+            for name in names
+        ]
+        lines.append([row["phase"], row["kernel"], row["shape"], *cells])
+    return table(["phase", "kernel", "shape", *(f">{name}, µs" for name in names)], lines)
+
+
 def _rows(record: Record) -> str:
-    """Any other bench: its lists of flat rows, as they are."""
+    """Any other bench: its lists of flat rows, a column for each key."""
     told = []
     for rows in record.values():
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            lines = [[_cell(row.get(column)) for column in columns] for row in rows]
-            told.append(table([f">{column}" for column in columns], lines))
+            keys = list(dict.fromkeys(key for row in rows for key in row))
+            words = {key for key in keys if any(isinstance(row.get(key), str) for row in rows)}
+            columns = [heading(key) if key in words else f">{heading(key)}" for key in keys]
+            told.append(
+                table(columns, [[_cell(row.get(key), COLUMNS.get(key, ("", 1.0))[1]) for key in keys] for row in rows])
+            )
     return "\n".join(told)
+
+
+def heading(key: str) -> str:
+    """`floor_ms` is said "floor, ms"."""
+    if key in COLUMNS:
+        return COLUMNS[key][0]
+    stem, _, unit = key.rpartition("_")
+    return f"{stem.replace('_', ' ')}, {unit}" if stem and unit in ("s", "ms", "us") else key.replace("_", " ")
 
 
 # ---- cells ---------------------------------------------------------------------------------------------
@@ -217,22 +267,32 @@ def _of(values: list[float]) -> Mapping[str, float] | None:
     return {"median": ordered[len(ordered) // 2], "min": ordered[0], "max": ordered[-1]} if values else None
 
 
-def _spread(found: Mapping[str, float] | None, unit: str = "") -> str:
+def _spread(found: Mapping[str, float] | None, *, ratio: bool = False) -> str:
+    """The median, and the range where there is one, with as many decimals as suit the median."""
     if found is None:
         return "·"
-    told = f"{_number(found['median'])}{unit}"
-    return told if found["min"] == found["max"] else f"{told} ({_number(found['min'])}–{_number(found['max'])})"
+    median, low, high = (found[name] for name in ("median", "min", "max"))
+    whole = not ratio and all(value == int(value) for value in (median, low, high))
+    decimals = 0 if whole else _decimals(median)
+    told = f"{median:,.{decimals}f}{'×' if ratio else ''}"
+    return told if low == high else f"{told} ({low:,.{decimals}f}–{high:,.{decimals}f})"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, unit: float = 1.0) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "·"}[value]
-    return _number(value) if isinstance(value, int | float) else str(value)
+    return _number(value / unit if unit != 1 else value) if isinstance(value, int | float) else str(value)
 
 
 def _number(value: float) -> str:
-    if value == int(value):
-        return f"{int(value):,}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{2 if abs(value) < 100 else 1}f}"
+    """Three digits tell enough of a measurement; whole numbers stay whole."""
+    return f"{value:,.{0 if value == int(value) else _decimals(value)}f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:,.{_decimals(value)}f}×"
+
+
+def _decimals(value: float) -> int:
+    size = abs(value)
+    return 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or not size else 1 - math.floor(math.log10(size))

@@ -58,6 +58,11 @@ def render(notebook: Path) -> LabPage:
     return page
 
 
+def overview(readme: Path) -> str:
+    """labs/README.md as a page: its notebooks are pages here."""
+    return _site_links(readme.read_text(encoding="utf-8")).replace(".ipynb)", ".md)")
+
+
 def _output(output: dict[str, Any], name: str, notebook: Path, page: LabPage) -> str:
     if output["output_type"] == "error":
         raise NotebookError(f"{notebook.name}: a cell failed: {output['ename']}: {output['evalue']}")

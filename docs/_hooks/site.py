@@ -26,7 +26,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from notebooks import NotebookError
+from notebooks import NotebookError, overview
 from notebooks import render as render_notebook
 from sources import page_uri
 from sources import pages as source_pages
@@ -61,6 +61,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"labs/{source.name}", abs_src_path=str(source)))
         for name, content in lab.images.items():
             files.append(File.generated(config, f"labs/{name}", content=content))
+    if (readme := _root(config) / "labs" / "README.md").is_file():
+        files.append(File.generated(config, "labs/index.md", content=overview(readme)))
     config.nav = _navigation(files)
     return files
 
@@ -127,16 +129,18 @@ def _numbered(files: Files, folder: str) -> list[tuple[int, str, str]]:
     """(number, title, uri) of the chapters or labs that exist, in their order; the title is the first heading."""
     found = []
     for file in sorted(files.documentation_pages(), key=lambda file: file.src_uri):
-        if file.src_uri.startswith(f"{folder}/"):
+        if re.match(rf"{folder}/\d\d", file.src_uri):
             title = re.search(r"^# (.+)$", file.content_string, re.M)
             found.append((int(posixpath.basename(file.src_uri)[:2]), title[1] if title else file.name, file.src_uri))
     return found
 
 
 def _course(files: Files) -> str:
-    lines = [f"| {number}. | [{title}]({uri}) |" for number, title, uri in _numbered(files, "chapters")]
-    lines += [f"| Lab {number}. | [{title}]({uri}) |" for number, title, uri in _numbered(files, "labs")]
-    return "\n".join(["| | |", "|---:|---|", *lines]) + "\n"
+    told = []
+    for kind in ("chapter", "lab"):
+        lines = [f"| {number} | [{title}]({uri}) |" for number, title, uri in _numbered(files, f"{kind}s")]
+        told += [f"| {kind} | title |", "|---:|---|", *lines, ""] if lines else []
+    return "\n".join(told)
 
 
 def _navigation(files: Files) -> list[Any]:
@@ -144,6 +148,8 @@ def _navigation(files: Files) -> list[Any]:
     sections: dict[str, list[Any]] = {"Start": ["index.md", "how-to-read.md"]}
     for section, folder in (("Course", "chapters"), ("Labs", "labs")):
         sections[section] = [{f"{number}. {title}": uri} for number, title, uri in _numbered(files, folder)]
+    if files.get_file_from_path("labs/index.md"):
+        sections["Labs"].insert(0, {"Overview": "labs/index.md"})
     uris = sorted(file.src_uri for file in files.documentation_pages() if file.inclusion.is_in_nav())
     rest = [uri for uri in uris if "/" not in uri and uri not in sections["Start"]]
     sections["Reference"] = [*rest, {"Source": "source/index.md"}]

@@ -108,6 +108,7 @@ class Seat:
     "diagrams/picture.mmd": "flowchart TD\n  A --> B\n",
     "labs/01_lab.ipynb": NOTEBOOK,
     "labs/01_lab.py": "# %%\n1 + 1\n",
+    "labs/README.md": "# Labs\n\n[the lab](01_lab.ipynb), after [a chapter](../docs/chapters/01-a.md)\n",
 }
 
 

@@ -45,7 +45,7 @@ def lines(text: str, *words: str) -> list[str]:
 
 def test_a_ratio_is_judged_by_its_bounds(page: ModuleType) -> None:
     for ratio, verdict in ((0.9, "**missed**"), (1.1, "met"), (1.4, "aim reached")):
-        (line,) = lines(page.targets({"vllm": record(W1_decode_tok_s=ratio)}), "| W1 |", "≥ 1×", "vLLM")
+        (line,) = lines(page.targets({"vllm": record(W1_decode_tok_s=ratio)}), "| W1 | decode |", "≥ 1.00×", "vLLM")
         assert line.endswith(f"| {ratio:.2f}× | {verdict} |")
     (line,) = lines(page.targets({"vllm": record(W3_wall_s=1.2)}), "| W3 |", "wall", "vLLM")
     assert "≤ 1.50×" in line and line.endswith("| met |")
@@ -69,9 +69,10 @@ def test_a_record_is_shown_with_its_machine_its_command_and_its_void_runs(page: 
     made["runs"][0]["void"] = "a request got 3 tokens instead of 4"
     text = page.render("records", {"vllm": made})
     assert "### vllm" in text and "Test CPU, 2 cores" in text and "```bash\ntinysrt bench serve\n```" in text
-    assert "| W2 | output, tok/s | 22.50 (15–30) | 15 (10–20) | 1.50 | · |" in text
+    assert "| workload | figure | ours | theirs | ours / theirs | noise |" in text
+    assert "| W2 | output, tok/s | 22.5 (15.0–30.0) | 15 (10–20) | 1.50× | · |" in text
     assert "Void: ours W2: a request got 3 tokens instead of 4." in text
-    assert "| ours | `tinysrt serve` | 4.50 | 900 | 0.50 |" in text
+    assert "| ours | 4.50 | 900 | 0.50 |" in text and "\n- ours: `tinysrt serve`\n- theirs: http://y\n" in text
 
 
 def test_switches_and_other_records_become_tables(page: ModuleType) -> None:
@@ -80,17 +81,41 @@ def test_switches_and_other_records_become_tables(page: ModuleType) -> None:
     row = dict(switch="radix cache", figure="wall", off_ms=20.0, on_ms=10.0, gain=spread, noise=spread)
     skipped = dict(switch="numba kernels", skipped="no numba")
     text = page.render("records", {"switches": dict(common, bench="switches", rows=[row, skipped])})
-    assert "| radix cache | wall | 20 | 10 | 2 (1.50–2.50) | 2 (1.50–2.50) |" in text
+    assert "| radix cache | wall | 20 | 10 | 2.00× (1.50–2.50) | 2.00× (1.50–2.50) |" in text
     assert "Not measured: numba kernels: no numba." in text
-    text = page.render(
-        "roofline", {"roofline": dict(common, bench="roofline", rows=[dict(batch=8, floor_ms=4.75)])}, "../b"
-    )
-    assert "(../b/roofline.json)" in text and "| batch | floor_ms |" in text and "| 8 | 4.75 |" in text
+    us, speedup = dict(reference=12.5, numba=5.0), dict(reference=1.0, numba=2.5)
+    rows = [dict(kernel="silu_and_mul", phase="decode", shape="1 x 3072", us=us, speedup=speedup)]
+    text = page.render("kernels", {"kernels": dict(common, bench="kernels", rows=rows)})
+    assert "| phase | kernel | shape | reference, µs | numba, µs |" in text
+    assert "| decode | silu_and_mul | 1 x 3072 | 12.5 (1.00×) | 5 (2.50×) |" in text
+    rows = [dict(phase="decode", batch=8, bytes=280_756_000, floor_ms=4.751, limited_by="memory")]
+    text = page.render("roofline", {"roofline": dict(common, bench="roofline", rows=rows)}, "../b")
+    assert "(../b/roofline.json)" in text and "| phase | batch | read, MB | floor, ms | limit |" in text
+    assert "|---|---:|---:|---:|---|" in text and "| decode | 8 | 281 | 4.75 | memory |" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "number", "ratio"),
+    [
+        (1, "1", "1.00×"),
+        (0.98193, "0.98", "0.98×"),
+        (39.6049, "39.6", "39.6×"),
+        (1703.7, "1,704", "1,704×"),
+        (0.00412, "0.0041", "0.0041×"),
+        (0.0, "0", "0.00×"),
+    ],
+)
+def test_numbers_have_the_digits_that_say_something(page: ModuleType, value: float, number: str, ratio: str) -> None:
+    assert (page._number(value), page._ratio(value)) == (number, ratio)
 
 
 def test_the_committed_records_are_whole(page: ModuleType) -> None:
     records = page.read_records(ROOT / "docs" / "benchmarks")
-    assert page.render("targets", records) and page.render("records", records) is not None
+    shown = page.render("targets", records) + page.render("records", records)
+    heads = [
+        line for line, rule in zip(shown.splitlines(), shown.splitlines()[1:], strict=False) if rule.startswith("|--")
+    ]
+    assert heads and [head for head in heads if "_" in head or "|  |" in head] == [], "columns have names and units"
     for name, one in records.items():
         assert one["machine"]["commit"], name
         assert "/root/" not in Path(ROOT / "docs" / "benchmarks" / f"{name}.json").read_text()

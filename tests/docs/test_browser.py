@@ -55,7 +55,11 @@ def kinds(site: Path, *, every_picture: bool) -> list[str]:
     labs = [name for name in pages if name.startswith("labs/")]
     fixed = [".", "glossary", "source", "source/tinysrt/messages"]
     drawn = sorted(drawn) if every_picture else sorted(drawn)[:1]
-    return list(dict.fromkeys([*fixed, *(name for name in ("atlas",) if name in pages), *sorted(labs), *drawn]))
+    return list(
+        dict.fromkeys(
+            [*fixed, *(name for name in ("atlas", "benchmarks", "labs") if name in pages), *sorted(labs), *drawn]
+        )
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

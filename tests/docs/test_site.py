@@ -38,6 +38,14 @@ def test_chapters_stand_in_the_navigation_in_their_order(site: Path, root: Path,
     )
 
 
+def test_the_front_page_leads_to_every_chapter_and_lab(root: Path) -> None:
+    ways, overview = (root / "docs" / "index.md").read_text(), (root / "labs" / "README.md").read_text()
+    labs = [path.stem for path in root.glob("labs/[0-9][0-9]_*.py")]
+    chapters = [path.stem for path in root.glob("docs/chapters/*.md")]
+    assert [name for name in chapters if f"(chapters/{name}.md)" not in ways] == []
+    assert [name for name in labs if f"(labs/{name}.md)" not in ways or f"({name}.ipynb)" not in overview] == []
+
+
 def test_vendored_files_are_the_ones_that_were_checked(root: Path) -> None:
     vendor = root / "docs" / "assets" / "vendor"
     rows = re.findall(r"^\| `([^`]+)` .* `([0-9a-f]{64})` \|$", (vendor / "README.md").read_text(), re.M)
@@ -62,6 +70,7 @@ def test_the_small_project_is_sound_and_binds_code(small_project: Build, tmp_pat
     assert home.index("mermaid.min.js") < home.index("assets/javascripts/bundle")  # before Material looks for it
     lab = (site / "labs" / "01_lab" / "index.html").read_text()
     assert '../../source/tinysrt/core/#L4">Seat<' in lab and 'class="output highlight"' in lab
+    assert 'href="01_lab/">the lab' in (site / "labs" / "index.html").read_text()
 
 
 @pytest.mark.parametrize(

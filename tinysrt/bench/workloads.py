@@ -47,7 +47,7 @@ FIGURES = {
     "ttft_ms": Figure("TTFT, ms"),
     "decode_tok_s": Figure("decode, tok/s", True),
     "output_tok_s": Figure("output, tok/s", True),
-    "wall_s": Figure("wall, s"),
+    "wall_s": Figure("wall time, s"),
     "cached_tokens": Figure("cached tokens", True),
     "ttft_p50_ms": Figure("TTFT p50, ms"),
     "ttft_p99_ms": Figure("TTFT p99, ms"),
