@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -17,11 +16,9 @@ from tests.engine import fakes
 from tests.tokenizer_manager.fakes import MODEL_CONFIG, ByteTokenizer, ChatLines
 from tinysrt import processes
 from tinysrt.entrypoints import engine as engine_module
-from tinysrt.entrypoints import http_server
 from tinysrt.entrypoints.engine import Engine
 from tinysrt.errors import RequestError, StartupError
 from tinysrt.managers.text_worker import TextWorker
-from tinysrt.server_args import ServerArgs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -191,26 +188,6 @@ def test_a_failed_start_is_one_line_and_leaves_nothing(monkeypatch: pytest.Monke
     assert children() == others
     with pytest.raises(StartupError, match="max_total_tokns"):
         Engine(model_path="fake", max_total_tokns=5)
-
-
-def test_flags_that_the_model_does_not_bear_are_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise StartupError("--context-length 100000 is too long")
-
-    def launch(args: Any) -> None:
-        pytest.fail("a process was started")
-
-    monkeypatch.setattr(engine_module.ModelConfig, "from_pretrained", refuse)
-    for module in (engine_module, http_server):
-        monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(http_server, "run_node", launch)
-    args = ServerArgs(model_path="fake", port=0, context_length=100_000, log_level="warning")
-    with pytest.raises(StartupError, match="too long"):
-        Engine(server_args=args)
-    second_node = replace(args, tensor_parallel_size=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:5000")
-    for served in (args, second_node):
-        with pytest.raises(StartupError, match="too long"):
-            http_server.serve(served)
 
 
 def wait_until(condition: Any) -> None:

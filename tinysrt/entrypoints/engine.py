@@ -54,7 +54,6 @@ class Engine:
             raise StartupError(f"node 0 answers; start node {asked.node_rank} with `tinysrt serve` and the same flags")
         args = prepare(asked)
         self.server_args = args
-        model_config = ModelConfig.of_server(args)  # before there is any child: it refuses flags
         self._launched = launch(args)
         self._closed = False
         self._tokenizer_manager: TokenizerManager | None = None
@@ -63,6 +62,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.shutdown)
         try:
+            model_config = ModelConfig.of_server(args)
             trace = Recorder("tokenizer", args.trace_dir)
             manager = TokenizerManager(args, self._launched.ipc_names, model_config=model_config, trace=trace)
             self._tokenizer_manager = manager

@@ -98,9 +98,7 @@ def serve(server_args: ServerArgs) -> int:
     if server_args.node_rank > 0:  # node 0 serves; this machine only computes
         try:
             with _sigterm_interrupts():
-                resolved = prepare(server_args)
-                ModelConfig.of_server(resolved)  # what it refuses is refused before there is any child
-                return run_node(resolved)
+                return run_node(prepare(server_args))
         except KeyboardInterrupt:
             return 130
     with _reserved_port(server_args.host, server_args.port) as listener:
@@ -113,10 +111,10 @@ def serve(server_args: ServerArgs) -> int:
 
 
 def _serve(server_args: ServerArgs, listener: socket.socket) -> int:
-    model_config = ModelConfig.of_server(server_args)  # before there is any child: it refuses flags
     launched, tokenizer_manager = launch(server_args), None
     grace = 0.0  # until there is someone to tell the children that it is over
     try:
+        model_config = ModelConfig.of_server(server_args)
         trace = Recorder("tokenizer", server_args.trace_dir)
         tokenizer_manager = TokenizerManager(server_args, launched.ipc_names, model_config=model_config, trace=trace)
         tokenizer_manager.control.scheduler_info = launched.wait_ready()
