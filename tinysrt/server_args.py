@@ -216,7 +216,7 @@ class ServerArgs:
     radix_eviction_policy: str = memory(
         "lru", "who leaves the radix tree first", choices=("lru", "lfu", "slru", "priority", "tlru"), later=_LEFT_OUT)
     disable_overlap_schedule: bool | None = memory(
-        None, "process each result before the next step is launched", auto="off: overlap is on")
+        None, "process each result before the next step is launched", auto="overlap on CUDA, but not with --pp; none on a CPU")
     enable_mixed_chunk: bool = memory(False, "let decode rows ride along with a chunked prefill")
     scheduler_recv_interval: int = memory(1, "steps between looks at the input socket", later=_LEFT_OUT)
     prefill_decode_interval: int | None = memory(None, "decode rounds between two prefills", later=_LEFT_OUT)
@@ -315,8 +315,10 @@ class ServerArgs:
             **self._attention_backends(on_cpu),
             "sampling_backend": self.sampling_backend or "pytorch",
             "graph_capture": self._graph_capture(on_cpu),
-            # A pipeline overlaps its stages instead.
-            "disable_overlap_schedule": bool(self.disable_overlap_schedule) or self.pipeline_parallel_size > 1,
+            # A pipeline overlaps its stages instead. On a CPU nothing computes beside the scheduler's cores, and a new
+            # request waits for one step more: first tokens come a quarter later (chapter 12).
+            "disable_overlap_schedule": self.pipeline_parallel_size > 1
+            or (on_cpu if self.disable_overlap_schedule is None else self.disable_overlap_schedule),
             "log_level_http": self.log_level_http or ("warning" if self.log_level == "info" else self.log_level),
         }
         if self.disable_radix_cache and self.schedule_policy in CACHE_AWARE_POLICIES:

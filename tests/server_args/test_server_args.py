@@ -153,9 +153,16 @@ def test_ranks_that_cannot_be_are_refused(keywords: dict[str, Any], message: str
         resolved(**keywords)
 
 
-def test_a_pipeline_has_no_overlap_and_ranks_of_a_machine_share_its_memory() -> None:
-    assert resolved(pp=2).disable_overlap_schedule
-    assert not resolved(tp=2).disable_overlap_schedule
+def test_overlap_is_for_cuda_unless_typed_and_not_for_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved().disable_overlap_schedule
+    assert not resolved(disable_overlap_schedule=False).disable_overlap_schedule
+    assert resolved(pp=2, disable_overlap_schedule=False).disable_overlap_schedule
+    monkeypatch.setattr(module, "_resolve_device", lambda device: "cuda")
+    assert not resolved(device="cuda").disable_overlap_schedule
+    assert resolved(device="cuda", disable_overlap_schedule=True).disable_overlap_schedule
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
     assert resolved(tp=2, pp=2, dp=2).ranks_on_this_machine() == 8
     assert resolved(tp=4, nnodes=2, dist_init_addr="a:1").ranks_on_this_machine() == 2
 

@@ -111,6 +111,7 @@ class Switch:
 
 
 PAGES = dict(page_size=16)
+NO_OVERLAP, OVERLAP = dict(disable_overlap_schedule=True), dict(disable_overlap_schedule=False)
 NO_GRAPH, GRAPH = dict(disable_cuda_graph=True), dict(graph_capture="cuda")
 COMPILED = dict(enable_torch_compile=True, cuda_graph_bs_decode=[1, 8])
 
@@ -139,7 +140,7 @@ SWITCHES = (
         decode_of(8, context=32, steps=16),
         {"wall": wall},
     ),
-    Switch("overlap", dict(disable_overlap_schedule=True), {}, decode_of(8), {"decode step, batch 8": decode_step}),
+    Switch("overlap", NO_OVERLAP, OVERLAP, decode_of(8), {"decode step, batch 8": decode_step}),
     Switch("pages of 16", {}, PAGES, decode_of(8, context=256), {"decode step, batch 8": decode_step}, quick=False),
     Switch(
         "numba kernels, batch 1",
