@@ -216,7 +216,8 @@ class ServerArgs:
     radix_eviction_policy: str = memory(
         "lru", "who leaves the radix tree first", choices=("lru", "lfu", "slru", "priority", "tlru"), later=_LEFT_OUT)
     disable_overlap_schedule: bool | None = memory(
-        None, "process each result before the next step is launched", auto="overlap on CUDA, but not with --pp; none on a CPU")
+        None, "process each result before the next step is launched",
+        auto="overlap on CUDA, but not with --pp; none on a CPU")
     enable_mixed_chunk: bool = memory(False, "let decode rows ride along with a chunked prefill")
     scheduler_recv_interval: int = memory(1, "steps between looks at the input socket", later=_LEFT_OUT)
     prefill_decode_interval: int | None = memory(None, "decode rounds between two prefills", later=_LEFT_OUT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 from tests.scheduler.helpers import make_memory, make_req
 from tinysrt.bench.fake_model import FakeEngine
@@ -110,6 +111,22 @@ def test_of_equal_prompts_at_once_only_one_computes_the_prefix() -> None:
     for overlap_off in (False, True):
         cached = run_identical_prompts(disable_overlap_schedule=overlap_off, schedule_policy="lpm")
         assert sorted(cached) == [0] + [199] * 7
+
+
+@pytest.mark.parametrize("overlap_off", [False, True])
+def test_a_prompt_in_its_last_chunk_is_waited_for_too(overlap_off: bool) -> None:
+    """Its first chunk is cached already; what the last one computes would be computed again beside it. An unrelated
+    prompt takes the room instead."""
+    engine = FakeEngine(chunked_prefill_size=128, debug_invariants=True, disable_overlap_schedule=overlap_off)
+    shared = list(range(200))
+    for i in range(3):
+        engine.add(f"s{i}", [*shared, 500 + i], max_new_tokens=2)
+    engine.add("other", list(range(1000, 1020)), max_new_tokens=2)
+    engine.run()
+    assert [engine.outbox.outs[f"s{i}"][-1].meta.cached_tokens for i in range(3)] == [0, 200, 200]
+    # 128 of s0; 73 of s0 with 20 of the other; 1 + 1 of s1 and s2; and the second token of all four.
+    assert engine.scheduler.forward_count == 4
+    engine.close()
 
 
 def test_two_identical_prompts_in_one_batch_keep_one_copy() -> None:

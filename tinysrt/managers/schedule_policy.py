@@ -54,17 +54,18 @@ class SchedulePolicy:
     def effective(self, waiting: int) -> str:
         return "fcfs" if self.name == "lpm" and waiting > LPM_QUEUE_LIMIT else self.name
 
-    def sort(self, waiting_queue: list[Req]) -> int:
-        """Returns how many, from the front, may be asked in this pass; the rest gain by waiting a step."""
+    def sort(self, waiting_queue: list[Req], beside: Sequence[Req] = ()) -> int:
+        """`beside`: who runs in this pass already, with a last chunk. Returns how many, from the front, may be asked in
+        it; the rest gain by waiting a step."""
         policy = self.effective(len(waiting_queue))
         held_back = 0
         if policy == "lof":
             waiting_queue.sort(key=lambda req: -req.max_new_tokens)
         elif policy == "random":
             self.random.shuffle(waiting_queue)
-        elif policy in CACHE_AWARE_POLICIES and len(waiting_queue) > 1:
+        elif policy in CACHE_AWARE_POLICIES and len(waiting_queue) + len(beside) > 1:
             matches = [self.tree.match_prefix(_matchable_ids(req), req.kv.namespace) for req in waiting_queue]
-            last = deprioritized(waiting_queue, matches)
+            last = deprioritized(waiting_queue, matches, beside)
             held_back = len(last)
             if policy == "lpm":
                 order = sorted(range(len(matches)), key=lambda i: (i in last, -len(matches[i].slots)))
@@ -79,23 +80,27 @@ def _matchable_ids(req: Req) -> np.ndarray:
     return req.all_ids()[: req.match_limit()]
 
 
-def deprioritized(waiting_queue: list[Req], matches: list[MatchResult]) -> list[int]:
-    """The in-batch prefix trick: indices of requests that share a prefix with an earlier waiting one and gain by
-    waiting one step, until the first has computed it. Without it, n equal prompts arriving at once are n full prefills.
-    (SGLang sorts them last, and still runs them in the same step if the budget allows; here they do wait. Nobody
-    starves: what they wait for stands before them in the queue.)
+def deprioritized(waiting_queue: list[Req], matches: list[MatchResult], beside: Sequence[Req] = ()) -> list[int]:
+    """The in-batch prefix trick: indices of requests that share a prefix with an earlier waiting one, or with one that
+    runs in this pass already, and gain by waiting one step, until that one has computed it. Without it, n equal prompts
+    arriving at once are n full prefills. (SGLang sorts them last, and still runs them in the same step if the budget
+    allows; here they do wait, and for the last chunk of a prompt too. Nobody starves: what they wait for stands before
+    them in the queue, or runs.)
     """
-    waiting_prompts = RadixTree()  # of prompts only; its "slots" are never used
+    running, waiting = RadixTree(), RadixTree()  # of prompts only; their "slots" are never used
+    for req in beside:
+        ids = _matchable_ids(req)
+        running.insert(ids, ids, req.kv.namespace)
     last = []
     for i, req in enumerate(waiting_queue):
-        if len(matches[i].slots) > IN_BATCH_CHECK_THRESHOLD:
-            continue
-        ids = _matchable_ids(req)
-        shared = len(waiting_prompts.match(ids, req.kv.namespace)[0])
-        if shared >= IN_BATCH_DEPRIORITIZE_THRESHOLD:
+        ids, namespace, cached = _matchable_ids(req), req.kv.namespace, len(matches[i].slots)
+        if len(running.match(ids, namespace)[0]) - cached >= IN_BATCH_DEPRIORITIZE_THRESHOLD:
             last.append(i)
-        else:
-            waiting_prompts.insert(ids, ids, req.kv.namespace)
+        elif cached <= IN_BATCH_CHECK_THRESHOLD:
+            if len(waiting.match(ids, namespace)[0]) >= IN_BATCH_DEPRIORITIZE_THRESHOLD:
+                last.append(i)
+            else:
+                waiting.insert(ids, ids, namespace)
     return last
 
 

@@ -314,7 +314,7 @@ class Scheduler:
         already = len(adder.can_run_list)  # 1 with the last chunk of the chunked request, which has its row
         free_rows = min(self.limits.max_running_requests - len(running) - already, self.memory.pool.available_size())
         # Sorting is not free: not while nobody can be admitted anyway.
-        may_be_asked = self.policy.sort(waiting) if free_rows > 0 else 0
+        may_be_asked = self.policy.sort(waiting, beside=adder.can_run_list) if free_rows > 0 else 0
         if self.args.prefill_max_requests is not None:
             may_be_asked = min(may_be_asked, self.args.prefill_max_requests - already)
         if len(self.slots) > 1:  # microbatches of one size keep all stages busy

@@ -106,7 +106,9 @@ def size_kv_pool(
     tokens = budget // per_token
     asked = server_args.max_total_tokens
     if asked is not None and asked > tokens:
-        logger.warning("--max-total-tokens %d exceeds what the KV pool's memory holds; using %d", asked, tokens)
+        limit = "--mem-fraction-static" if server_args.kv_pool_bytes is None else "--kv-pool-bytes"
+        message = "--max-total-tokens %d exceeds what the KV pool's memory holds; using %d (%s decides)"
+        logger.warning(message, asked, tokens, limit)
     elif asked is not None:
         tokens = asked
     tokens = tokens // page_size * page_size
