@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,6 +128,18 @@ BENCHES = {
     "gpu": "checks the GPU half on a GPU: right or wrong first, then times against floors",
     "roofline": "what this machine can do, and the floor of a step",
 }
+COMPUTING = ("switches", "overlap", "kernels", "roofline")  # a model's steps, in this process
+
+
+def _with_memory_of_a_scheduler() -> None:
+    """Start this command anew, once: steps of a model in this process would take longer than in a server, whose
+    scheduler has its memory in huge pages."""
+    from tinysrt.processes import malloc_for_steps
+
+    before = os.environ.get("GLIBC_TUNABLES")
+    with malloc_for_steps():
+        if os.environ.get("GLIBC_TUNABLES") != before:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def trace(argv: Sequence[str]) -> int:
@@ -158,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the command's own")
     args = parser.parse_args(argv)
+    if argv is None and args.command == "bench" and args.arguments[:1] and args.arguments[0] in COMPUTING:
+        _with_memory_of_a_scheduler()
     try:
         return COMMANDS[args.command](args.arguments)
     except (StartupError, RequestError) as error:

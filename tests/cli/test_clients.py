@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -209,3 +211,21 @@ def test_each_benchmark_tells_its_flags(part: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as exit_:
         cli.main(["bench", part, "--help"])
     assert exit_.value.code == 0 and f"tinysrt bench {part}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("part", "set_before", "anew"),
+    [("kernels", None, True), ("kernels", "glibc.malloc.check=1", False), ("serve", None, False)],
+)
+def test_what_computes_here_has_its_memory_as_a_scheduler(
+    part: str, set_before: str | None, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(cli.os, "execv", lambda *args: started.append(os.environ["GLIBC_TUNABLES"]))
+    monkeypatch.setattr(sys, "argv", ["tinysrt", "bench", part, "--help"])
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if set_before is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", set_before)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert [("hugetlb=1" in said) for said in started] == [True] * anew
