@@ -317,7 +317,7 @@ class ServerArgs:
             "sampling_backend": self.sampling_backend or "pytorch",
             "graph_capture": self._graph_capture(on_cpu),
             # A pipeline overlaps its stages instead. On a CPU nothing computes beside the scheduler's cores, and a new
-            # request waits for one step more: first tokens come a quarter later (chapter 12).
+            # request waits for one step more: first tokens come a fifth later (chapter 12).
             "disable_overlap_schedule": self.pipeline_parallel_size > 1
             or (on_cpu if self.disable_overlap_schedule is None else self.disable_overlap_schedule),
             "log_level_http": self.log_level_http or ("warning" if self.log_level == "info" else self.log_level),

@@ -96,6 +96,10 @@ TARGETS = (
     Target("sglang", "W1", "decode_tok_s", SGLANG, 2.0, 3.0),
     Target("sglang", "W2", "output_tok_s", SGLANG, 2.3, 3.0),
     Target("sglang", "W3", "wall_s", SGLANG, 0.4, 0.25, at_most=True),
+    Target("sglang", "W3B", "wall_s", SGLANG, 0.5, 0.5, at_most=True),
+    Target("sglang-w5", "W4", "ttft_p50_ms", SGLANG, 0.5, 0.5, at_most=True),
+    Target("sglang-w5", "W4", "itl_p50_ms", SGLANG, 0.5, 0.5, at_most=True),
+    Target("sglang-w5", "W5", "longest_gap_ms", SGLANG + "; ours mixed", 0.5, 0.5, at_most=True),
     Target("llamacpp", "W1", "decode_tok_s", "llama.cpp; ours compiled", 0.55, 0.7),
     Target("llamacpp", "W2", "output_tok_s", "llama.cpp", 1.2, 1.6),
 )
