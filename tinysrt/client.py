@@ -33,6 +33,8 @@ def stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]
                 if data == b"[DONE]":
                     return
                 event = json.loads(data)
+                if not isinstance(event, dict):
+                    raise ValueError(f"an event that is no object: {data[:80]!r}")
                 if "error" in event:
                     raise StartupError(f"{url}: {error_message(event)}")
                 yield event

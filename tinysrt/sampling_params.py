@@ -134,7 +134,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
         check(all(0 <= i < vocab_size for i in self.stop_token_ids), "stop_token_ids", inside)
         # Masked until min_new_tokens are out. Were they all, and end tokens come on top, there would be none to draw.
         few = self.min_new_tokens == 0 or self.ignore_eos or 2 * len(set(self.stop_token_ids)) <= vocab_size
-        check(few, "stop_token_ids", "at most half of the vocabulary beside min_new_tokens")
+        check(few, "stop_token_ids", "at most half of the vocabulary where min_new_tokens is set")
         bias = self.logit_bias or {}
         check(all(0 <= i < vocab_size for i in bias), "logit_bias", f"keyed by {inside}")
         check(

@@ -402,6 +402,8 @@ class ServerArgs:
         capture = "compile" if self.enable_torch_compile else self.graph_capture
         if (tp > 1 and capture in ("tape", "compile")) or (pp > 1 and capture not in (None, "none")):
             raise StartupError(f"--graph-capture {capture} works within one process: not with --tp or --pp")
+        if pp > 1 and self.disable_overlap_schedule is False:
+            raise StartupError("--no-disable-overlap-schedule: with --pp there is no overlap, stages overlap instead")
 
     def ranks_on_this_machine(self) -> int:
         """Scheduler processes here; they share its cores and its main memory."""

@@ -32,20 +32,21 @@ def main(argv: Sequence[str], engine_class: Callable[..., Any] | None = None) ->
     parser.add_argument("-o", "--out", default=None, metavar="FILE", help="write the merged trace here (JSON lines)")
     parser.add_argument("--perfetto", metavar="FILE", help="also write the Chrome trace format, for ui.perfetto.dev")
     parser.add_argument("--text", action="store_true", help="print each request's life and the seats, step by step")
-    parser.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="tokens a prompt (default 16)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens a prompt (default 16)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="default 0: greedy")
     parser.add_argument("--from", dest="source", metavar="PATH", help="show this trace instead of running prompts")
     add_flags(parser, in_help=False)
     server_args, args = parse_with(parser, argv)
     server_args.check()
     if bool(args.prompts) == (args.source is not None):
         parser.error("give at least one PROMPT, or --from PATH")
-    if args.source is not None and server_args != ServerArgs():
-        parser.error("--from runs nothing: leave out the flags of the server")
+    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    if args.source is not None and (server_args != ServerArgs() or set(sampling.values()) != {None}):
+        parser.error("--from runs nothing: leave out sampling and the flags of the server")
     console = Console()
     try:
         if args.source is None:
-            events = record(server_args, args.prompts, args.out, args.max_new_tokens, args.temperature, engine_class)
+            events = record(server_args, args.prompts, args.out, sampling, engine_class)
         else:
             events = load(args.source) if args.out is None else merge(args.source, args.out)
         if args.perfetto:
@@ -60,12 +61,11 @@ def record(
     server_args: ServerArgs,
     prompts: list[str],
     out: str | None,
-    max_new_tokens: int,
-    temperature: float,
+    sampling: dict[str, Any],
     engine_class: Callable[..., Any] | None = None,
 ) -> list[Event]:
     """Run `prompts` to their end in an engine of their own; the events, oldest first, also in `out` if given."""
-    sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    sampling = {"max_new_tokens": 16, "temperature": 0.0} | {k: v for k, v in sampling.items() if v is not None}
     with tempfile.TemporaryDirectory(prefix="tinysrt-trace-") as scratch:
         directory = server_args.trace_dir or scratch
         traced = dataclasses.replace(server_args, trace_dir=directory)

@@ -29,6 +29,7 @@ ENDLESS = 8000  # tokens; half a minute
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("native")
     flags = ("--model-path", str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32")
+    flags += ("--no-disable-overlap-schedule",)  # the harder loop; the other files' servers run the normal one
     with Server(folder, *flags, "--skip-server-warmup", "--max-running-requests", str(MAX_RUNNING)) as server:
         yield server.wait_ready()
 

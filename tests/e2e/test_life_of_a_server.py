@@ -95,9 +95,9 @@ def test_sigterm_while_it_loads_leaves_nothing(tiny_model: Path, tmp_path: Path)
 # ---- stopping --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server(tiny_model: Path, tmp_path: Path):  # noqa: ANN201
-    with Server(tmp_path, "--model-path", str(tiny_model), "--skip-server-warmup") as server:
+@pytest.fixture(params=[[], ["--no-disable-overlap-schedule"]], ids=["normal", "overlap"])
+def server(tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest):  # noqa: ANN201
+    with Server(tmp_path, "--model-path", str(tiny_model), "--skip-server-warmup", *request.param) as server:
         yield server.wait_ready()
 
 

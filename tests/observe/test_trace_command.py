@@ -66,7 +66,15 @@ def test_with_an_output_file_the_terminal_gets_one_line(tmp_path: Path, capsys: 
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("argv", [[], ["a prompt", "--from", "somewhere"], ["--from", "here", "--page-size", "4"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["a prompt", "--from", "somewhere"],
+        ["--from", "here", "--page-size", "4"],
+        ["--from", "x", "--temperature", "1"],
+    ],
+)
 def test_a_prompt_or_a_trace_must_be_named_and_not_both(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         run(*argv)

@@ -146,6 +146,7 @@ def test_the_refusal_says_what_it_waits_for_and_what_to_do() -> None:
         ({"tp": 2, "nccl_port": 1, "dist_init_addr": "a:1"}, "both say where the ranks meet"),
         ({"tp": 2, "enable_torch_compile": True}, "--graph-capture compile works within one process"),
         ({"pp": 2, "graph_capture": "eager"}, "--graph-capture eager works within one process"),
+        ({"pp": 2, "disable_overlap_schedule": False}, "with --pp there is no overlap"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused(keywords: dict[str, Any], message: str) -> None:
@@ -156,7 +157,7 @@ def test_ranks_that_cannot_be_are_refused(keywords: dict[str, Any], message: str
 def test_overlap_is_for_cuda_unless_typed_and_not_for_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved().disable_overlap_schedule
     assert not resolved(disable_overlap_schedule=False).disable_overlap_schedule
-    assert resolved(pp=2, disable_overlap_schedule=False).disable_overlap_schedule
+    assert resolved(pp=2).disable_overlap_schedule
     monkeypatch.setattr(module, "_resolve_device", lambda device: "cuda")
     assert not resolved(device="cuda").disable_overlap_schedule
     assert resolved(device="cuda", disable_overlap_schedule=True).disable_overlap_schedule

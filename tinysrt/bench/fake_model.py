@@ -180,7 +180,7 @@ class FakeEngine:
         pool = ReqToTokenPool(max_running_requests, context_len + 4)
         allocator = make_allocator(max_total_num_tokens, page_size)
         cache = ChunkCache if args.disable_radix_cache else RadixCache
-        self.overlap = not args.disable_overlap_schedule
+        self.overlap = not args.disable_overlap_schedule  # nothing is resolved here: unset is on, as on CUDA
         self.inbox = ListInbox([])
         self.outbox = ListOutbox()
         self.scheduler = Scheduler(

@@ -26,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import math
 import struct
 import sys
@@ -71,14 +72,21 @@ def _use_whole_registers() -> None:
 
 @functools.cache
 def tiles_work() -> bool:
-    """Whether this processor multiplies tiles of bf16 (AMX) and Linux, which must be asked, lets this process do it."""
-    features = llvmlite.binding.get_host_cpu_features()
-    if not (sys.platform == "linux" and features.get("amx-tile") and features.get("amx-bf16")):
+    """Whether kernels are compiled for a processor that multiplies tiles of bf16 (AMX), and Linux, which must be asked,
+    lets this process do it."""
+    features = numba.config.CPU_FEATURES
+    if features is None:
+        features = llvmlite.binding.get_host_cpu_features().flatten()
+    if sys.platform != "linux" or not {"+amx-tile", "+amx-bf16", "+avx512bf16"} <= set(features.split(",")):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+    allowed = ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    if not allowed:
+        logger.warning("Linux does not let this process use AMX: attention of prompts takes twice as long")
+    return allowed
 
 
+logger = logging.getLogger(__name__)
 CACHE_FOLDER = _cache_folder()
 _use_whole_registers()
 

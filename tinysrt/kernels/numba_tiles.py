@@ -46,8 +46,11 @@ from tinysrt.kernels.numba_runtime import (
     launch,
     narrow,
     scratch,
+    tiles_work,
     two_to_the,
 )
+
+assert tiles_work(), "whoever imports this has asked"
 
 ROWS = 32  # of queries at once: two tiles
 KEYS = 256  # of a block: their scores for `ROWS` queries fill 32 KB
@@ -274,15 +277,16 @@ def _pack(args):
 
 @inner
 def _power(x):
-    """2^x for x <= 0 to a relative error of 3e-6, a thousandth of what rounding to bf16 takes; NaN stays NaN."""
+    """2^x for x <= 0 to a relative error of 3e-6, a thousandth of what rounding to bf16 takes, and exactly 1 for 0: by
+    that, sums shrink in each block where nothing larger came. NaN stays NaN."""
     x = np.float32(-126.0) if x < np.float32(-126.0) else x
     whole = np.int32(x)
     part = x - np.float32(whole)
-    power = np.float32(0.00676708)
-    power = power * part + np.float32(0.05307407)
-    power = power * part + np.float32(0.23934107)
-    power = power * part + np.float32(0.6930302)
-    power = power * part + np.float32(0.99999741)
+    power = np.float32(0.00683189)
+    power = power * part + np.float32(0.05322358)
+    power = power * part + np.float32(0.23945674)
+    power = power * part + np.float32(0.69306357)
+    power = power * part + np.float32(1.0)
     return power * two_to_the(whole)
 
 
@@ -391,6 +395,8 @@ def extend_in_tiles(
     window: int | None,
 ) -> Tensor:
     """As `reference.extend_attention`, for bf16 and head sizes that are a multiple of 32."""
+    assert q.dtype == k_buffer.dtype == v_buffer.dtype == torch.bfloat16
+    assert q.is_contiguous() and k_buffer.is_contiguous() and v_buffer.is_contiguous()
     heads, dim = q.shape[1:]
     kv_heads, requests = k_buffer.shape[1], len(rows)
     group, seen_by_one = heads // kv_heads, window or NO_WINDOW

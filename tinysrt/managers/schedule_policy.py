@@ -32,9 +32,9 @@ POLICIES = ("lpm", "fcfs", "dfs-weight", "lof", "random")
 
 # More waiting requests than this and lpm costs more tree walks a step than it saves.
 LPM_QUEUE_LIMIT = 128
-# In-batch prefix trick: a request with at most so many cached tokens is looked at ...
+# In-batch prefix trick: a request with at most so many cached tokens is compared with those that wait before it ...
 IN_BATCH_CHECK_THRESHOLD = 32
-# ... and waits a step if it shares at least so many with an earlier waiting one.
+# ... and waits a step if it shares at least so many; or if one that runs already computes so many more for it.
 IN_BATCH_DEPRIORITIZE_THRESHOLD = 32
 
 # Nobody knows how much a request will produce; more than this is not reserved for one.
@@ -89,7 +89,7 @@ def deprioritized(waiting_queue: list[Req], matches: list[MatchResult], beside: 
     """
     running, waiting = RadixTree(), RadixTree()  # of prompts only; their "slots" are never used
     for req in beside:
-        ids = _matchable_ids(req)
+        ids = req.all_ids()[: req.extend_end]
         running.insert(ids, ids, req.kv.namespace)
     last = []
     for i, req in enumerate(waiting_queue):

@@ -313,14 +313,15 @@ class Scheduler:
         waiting, running = seats.waiting_queue, seats.running_batch
         already = len(adder.can_run_list)  # 1 with the last chunk of the chunked request, which has its row
         free_rows = min(self.limits.max_running_requests - len(running) - already, self.memory.pool.available_size())
+        state = adder.budget_state() if already else AddReqResult.CONTINUE
         # Sorting is not free: not while nobody can be admitted anyway.
-        may_be_asked = self.policy.sort(waiting, beside=adder.can_run_list) if free_rows > 0 else 0
+        worth_it = free_rows > 0 and state is AddReqResult.CONTINUE
+        may_be_asked = self.policy.sort(waiting, beside=adder.can_run_list) if worth_it else 0
         if self.args.prefill_max_requests is not None:
             may_be_asked = min(may_be_asked, self.args.prefill_max_requests - already)
         if len(self.slots) > 1:  # microbatches of one size keep all stages busy
             share = -(-len(self.live) // len(self.slots))
             may_be_asked = min(may_be_asked, max(1, share - len(running) - already))
-        state = adder.budget_state() if already else AddReqResult.CONTINUE
         for req in waiting[: max(0, min(may_be_asked, free_rows))]:
             if state is not AddReqResult.CONTINUE:
                 break
