@@ -26,7 +26,7 @@ def tinysrt(*arguments: str, typed: str = "") -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_of_the_readme_and_the_one_the_server_prints_both_answer_paris(tmp_path: Path) -> None:
+def test_the_curl_of_the_readme_and_the_one_the_server_prints_both_answer_blue(tmp_path: Path) -> None:
     with Server(tmp_path, module="tinysrt.cli") as server:
         server.wait_ready()
         (readme,) = [line for line in "".join(code_blocks("bash")).splitlines() if line.startswith("curl ")]
@@ -34,7 +34,7 @@ def test_the_curl_of_the_readme_and_the_one_the_server_prints_both_answer_paris(
         assert printed is not None
         assert printed[1].replace(str(server.port), "30000") == readme
         out = subprocess.run(printed[1], shell=True, capture_output=True, text=True, timeout=120).stdout
-        assert "Paris" in json.loads(out)["choices"][0]["message"]["content"]
+        assert "blue" in json.loads(out)["choices"][0]["message"]["content"]
         assert server.get("/v1/models")["data"][0]["id"] == "SmolLM2-135M-Instruct"
         text = tinysrt("generate", "The capital of France is", "--url", server.url, "--max-new-tokens", "8")
         assert "Paris" in text
@@ -47,5 +47,5 @@ def test_generate_without_a_server() -> None:
 
 
 def test_chat_starts_a_server_of_its_own_and_stops_it() -> None:
-    screen = tinysrt("chat", "--temperature", "0", typed="What is the capital of France?\n/quit\n")
-    assert "Paris" in screen and "tokens" in screen
+    screen = tinysrt("chat", "--temperature", "0", typed="What color is the sky?\n/quit\n")
+    assert "blue" in screen and "tokens" in screen

@@ -279,7 +279,9 @@ class HttpServer(uvicorn.Server):
             path, body = "/generate", '{"input_ids": [10, 11, 12]}'
         else:
             path = "/v1/chat/completions"
-            body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+            # A question whose answer is no close call: number formats and kernels must not turn it.
+            ask = '{"role": "user", "content": "What color is the sky?"}'
+            body = f'{{"messages": [{ask}], "temperature": 0, "max_tokens": 64}}'
         url = f"{scheme}://{host}:{self.listener.getsockname()[1]}{path}"
         return f"curl {url} -H 'Content-Type: application/json' -d '{body}'"
 
