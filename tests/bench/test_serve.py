@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -209,6 +210,14 @@ def test_two_started_servers_take_turns_and_the_record_says_everything(
     assert "<svg" in picture.read_text()
     ports = {line.split()[-1] for name in ("ours", "theirs") for line in (tmp_path / f"{name}.log").open()}
     assert len(ports) == 5 and not any(is_healthy(f"http://127.0.0.1:{port}") for port in ports)
+
+
+def test_logs_of_a_run_without_faults_are_not_left_in_the_temporary_folder(
+    fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert serve.main(["--url", fake.url, "--workloads", "W1", "--pairs", "1", "--scale", "0.02"]) == 0
+    assert list(tmp_path.glob("tinysrt-bench-*")) == []
 
 
 def test_a_server_that_cheats_is_refused_at_the_warm_up_and_a_void_run_enters_no_median(fake: FakeServer) -> None:

@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -336,7 +337,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="shrinks every workload (default 1: as specified)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="default: asked from the first server")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte (default 600)")
-    parser.add_argument("--logs", metavar="DIR", help="folder for logs of started servers (default: a temporary one)")
+    parser.add_argument(
+        "--logs",
+        metavar="DIR",
+        help="folder for logs of started servers (default: a temporary one, kept if a run is void)",
+    )
     report.add_output_flags(parser)
     args = parser.parse_args(argv)
     report.check_output_flags(args)
@@ -363,6 +368,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{len(void)} of {len(runs)} runs are void:", file=sys.stderr)
         for run in void:
             print("  " + one_line(run), file=sys.stderr)
+    elif args.logs is None:
+        shutil.rmtree(plan.logs)  # nothing went wrong: nobody will look
     return 1 if void else 0
 
 
