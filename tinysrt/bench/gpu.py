@@ -37,7 +37,6 @@ from rich.table import Table
 
 from tinysrt.bench import gpu_correct, gpu_speed, report
 from tinysrt.bench.gpu_bench import FAIL, FULL, PASS, SKIPPED, TINY, Bench, Line, first_line
-from tinysrt.errors import StartupError
 from tinysrt.kernels.kernel_set import load_kernels
 
 LAST_LINES = 40  # what a terminal, or whoever cuts the output, still shows
@@ -127,11 +126,7 @@ def main(argv: Sequence[str]) -> int:
         "8 server": gpu_speed.server,
         "9 peers": gpu_speed.peers,
     }
-    out = Path(cli.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)  # now: if it cannot be, minutes of checks would be lost
-    except OSError as error:
-        raise StartupError(f"--out {out}: {error.strerror}") from None
+    out = report.make_folder("--out", cli.out)  # now: if it cannot be, minutes of checks would be lost
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="tinysrt-gpu-") as folder:
         bench = Bench(

@@ -65,6 +65,14 @@ def check_output_flags(args: argparse.Namespace) -> None:
             raise StartupError(f"no such folder: {Path(file).resolve().parent}")
 
 
+def make_folder(flag: str, path: str) -> Path:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"{flag} {path}: {error.strerror}") from None
+    return Path(path)
+
+
 def publish(
     args: argparse.Namespace,
     part: str,

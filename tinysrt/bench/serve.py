@@ -394,11 +394,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.pairs < 1 or not args.scale > 0:
         raise StartupError("--pairs must be at least 1, and --scale above 0")
     compared = bool(args.compare_url or args.compare_start)
-    logs = Path(args.logs or tempfile.mkdtemp(prefix="tinysrt-bench-"))
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartupError(f"--logs {logs}: {error.strerror}") from None
+    logs = report.make_folder("--logs", args.logs or tempfile.mkdtemp(prefix="tinysrt-bench-"))
     return Plan(
         workloads=args.workloads,
         pairs=args.pairs,

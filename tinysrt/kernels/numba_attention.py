@@ -27,9 +27,12 @@ from torch import Tensor
 
 from tinysrt.kernels.numba_runtime import (
     BF16,
+    HIDDEN,
     LOG2_E,
+    NO_WINDOW,
     as_float,
     bf16_at,
+    clear,
     draw_ticket,
     exp2,
     f32_at,
@@ -54,8 +57,6 @@ if tiles_work():  # elsewhere it does not compile
 
 KEYS = 64  # keys per block: their scores of one query fill four AVX-512 registers
 AHEAD = 8  # keys between asking for one and using it
-HIDDEN = np.float32(-1e30)  # score of a key that is not seen; finite, because -inf - -inf is no number
-NO_WINDOW = 1 << 62
 
 
 @inner
@@ -221,19 +222,13 @@ HANDED = 32  # tokens of a ticket
 
 
 @inner
-def _clear(values, begin, end):
-    for i in range(begin, end):
-        values[i] = narrow(values, np.float32(0.0))
-
-
-@inner
 def _copy_head(source, target, slots, count, padded, stride, offset, dim):
     """One KV head of positions 0 .. count - 1, and zeros behind them: whatever lay there, times 0, might be NaN."""
     for j in range(count):
         where = np.int64(slots[j]) * stride + offset
         for d in range(dim):
             target[j * dim + d] = source[where + d]
-    _clear(target, count * dim, padded * dim)
+    clear(target, count * dim, padded * dim)
 
 
 @kernel
@@ -262,8 +257,8 @@ def _weigh_row(scores, begin, end, width, scale):
         weight = exp2((widen(scores, j) - best) * scale)
         total += weight
         scores[j] = narrow(scores, weight)
-    _clear(scores, 0, begin)
-    _clear(scores, end, width)
+    clear(scores, 0, begin)
+    clear(scores, end, width)
     return total
 
 

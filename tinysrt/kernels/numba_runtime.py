@@ -271,6 +271,12 @@ def largest(values, begin, end, floor):
     return best
 
 
+@inner
+def clear(values, begin, end):
+    for i in range(begin, end):
+        values[i] = narrow(values, np.float32(0.0))
+
+
 @intrinsic
 def two_to_the(typingctx, whole):
     """2^whole for -126 <= whole <= 127: an integer put into the exponent bits."""
@@ -298,6 +304,8 @@ def as_float(bits):
 
 
 LOG2_E = np.float32(math.log2(math.e))
+HIDDEN = np.float32(-1e30)  # score of a key that is not seen; finite, because -inf - -inf is no number
+NO_WINDOW = 1 << 62
 
 
 @inner

@@ -32,9 +32,12 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from tinysrt.kernels.numba_runtime import (
+    HIDDEN,
     LOG2_E,
+    NO_WINDOW,
     as_float,
     bf16_at,
+    clear,
     draw_ticket,
     f32_at,
     float_bits,
@@ -56,8 +59,6 @@ ROWS = 32  # of queries at once: two tiles
 KEYS = 256  # of a block: their scores for `ROWS` queries fill 32 KB
 SIDE = 32  # keys are padded to a multiple of this
 TILE = 1024  # bytes
-HIDDEN = np.float32(-1e30)  # score of a key that is not seen; finite, because -inf - -inf is no number
-NO_WINDOW = 1 << 62
 
 
 # ---- the instructions --------------------------------------------------------------------------------
@@ -82,52 +83,37 @@ def _each_sum(builder, name, address, stride):
         _emit(builder, name, _I8(register), builder.inttoptr(place, _BYTES), stride)
 
 
-@intrinsic
-def tiles_begin(typingctx):
-    def generate(context, builder, signature, values):
-        _emit(builder, "ldtilecfg", context.insert_const_bytes(builder.module, _SHAPES))
-        return context.get_dummy_value()
+def _action(emit):
+    @intrinsic
+    def action(typingctx):
+        def generate(context, builder, signature, values):
+            emit(context, builder)
+            return context.get_dummy_value()
 
-    return types.void(), generate
+        return types.void(), generate
 
-
-@intrinsic
-def tiles_end(typingctx):
-    """Until then the kernel of Linux saves 8 KB more whenever this thread loses its core."""
-
-    def generate(context, builder, signature, values):
-        _emit(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    return action
 
 
-@intrinsic
-def clear_sums(typingctx):
-    def generate(context, builder, signature, values):
-        for register in range(4):
-            _emit(builder, "tilezero", _I8(register))
-        return context.get_dummy_value()
+def _action_on_sums(name):
+    @intrinsic
+    def action(typingctx, address, stride):
+        def generate(context, builder, signature, values):
+            _each_sum(builder, name, *values)
+            return context.get_dummy_value()
 
-    return types.void(), generate
+        return types.void(types.int64, types.int64), generate
 
-
-@intrinsic
-def load_sums(typingctx, address, stride):
-    def generate(context, builder, signature, values):
-        _each_sum(builder, "tileloadd64", *values)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    return action
 
 
-@intrinsic
-def store_sums(typingctx, address, stride):
-    def generate(context, builder, signature, values):
-        _each_sum(builder, "tilestored64", *values)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+tiles_begin = _action(
+    lambda context, builder: _emit(builder, "ldtilecfg", context.insert_const_bytes(builder.module, _SHAPES))
+)
+# Until then Linux saves 8 KB more whenever this thread loses its core.
+tiles_end = _action(lambda context, builder: _emit(builder, "tilerelease"))
+clear_sums = _action(lambda context, builder: [_emit(builder, "tilezero", _I8(register)) for register in range(4)])
+load_sums, store_sums = _action_on_sums("tileloadd64"), _action_on_sums("tilestored64")
 
 
 @intrinsic
@@ -304,10 +290,8 @@ def _weigh_row(scores, weights, begin, end, width, scale, best, total, row):
         summed += weight
         weights[j] = rounded(weight)
     total[row] = total[row] * shrink + summed
-    for j in range(0, begin):
-        weights[j] = 0
-    for j in range(end, width):
-        weights[j] = 0
+    clear(weights, 0, begin)
+    clear(weights, end, width)
     return shrink
 
 
